@@ -1,0 +1,136 @@
+"""What worker, node and store say to each other, as frozen values. Pure; below both store/ and decide/.
+
+Names and order follow the headers in lua/. Times are milliseconds of age, never a clock reading: the store's
+clock and a process's clock never meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+ALIVE, SUSPECT, FAILED = "alive", "suspect", "failed"
+
+_TEXT_LIMIT = 256
+
+
+class SyncStatus(str, Enum):
+    """Outcome of a sync: applied, epoch ended, the store lacks the previous batch, or this worker was reaped."""
+
+    OK = "OK"
+    STALE = "STALE"
+    RESYNC = "RESYNC"
+    FENCED = "FENCED"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What the store holds about a node. `failed_age_ms` is None if no epoch of it ever ended."""
+
+    epoch: int
+    state: str = ALIVE
+    failed_age_ms: int | None = None
+    cause: str = ""
+    reason: str = ""
+    by: str = ""
+    instance: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts of open rooms by status, and a few of the oldest as "room:status:age_ms"."""
+
+    bootstrapping: int = 0
+    waiting_for_input: int = 0
+    transferring: int = 0
+    oldest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One sync of one worker at one address. Repeating it is harmless; it is repeated until it is answered.
+
+    `mode` is "delta" or "reset". `count` is how many rooms the store must hold for this worker afterwards.
+    `node` is what the worker knows: it moves a store forward that fell behind.
+    """
+
+    address: str
+    worker: str
+    number: int
+    mode: str
+    node: NodeView
+    count: int
+    adds: tuple[int, ...] = ()
+    removes: tuple[int, ...] = ()
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReply:
+    """Everything a worker must know back. `granted`: this worker probes now; `watchers`: live workers there."""
+
+    status: SyncStatus
+    node: NodeView
+    granted: bool = False
+    watchers: int = 0
+    expired: tuple[str, ...] = ()
+    aborted: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Answer of fail_node. `outcome` is FAILED (counts by worker), STALE (node tells why) or RETRY (workers)."""
+
+    outcome: str
+    node: NodeView
+    counts: dict[str, int] = field(default_factory=dict)
+    workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """Answer of suspect. `stale`: the epoch moved or the node has failed already."""
+
+    stale: bool
+    votes: int = 0
+    needed: int = 1
+    watchers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Answer of register_node. `outcome`: SAME, NEW, REPLACED (counts), PAST, STALE or RETRY (workers).
+
+    `pending` maps the snapshots nobody acknowledged yet to their sizes.
+    """
+
+    outcome: str
+    node: NodeView
+    counts: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, int] = field(default_factory=dict)
+    expired: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """Answer of reap_worker. `outcome`: REAPED (rooms), ALIVE (left_ms of the lease) or UNKNOWN."""
+
+    outcome: str
+    rooms: int = 0
+    left_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A bounded piece of a snapshot. `cursor` "0" ends; a room may come twice."""
+
+    cursor: str
+    rooms: tuple[int, ...]
+
+
+def clean_text(value: object) -> str:
+    """Text that may travel as a reason: one line, printable, at most 256 characters, encodable."""
+    raw = str(value)[: 4 * _TEXT_LIMIT].encode("utf-8", "replace").decode("utf-8")
+    return " ".join("".join(c if c.isprintable() else " " for c in raw).split())[:_TEXT_LIMIT]

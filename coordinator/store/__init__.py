@@ -1,0 +1,1 @@
+"""Everything that knows Redis: keys, scripts, operations, connections, the embedded server."""

@@ -1,0 +1,18 @@
+--[[
+PURPOSE: keeps the index of addresses: marks the caller's as used now, drops old ones, answers those nobody used lately
+USES: clock
+KEYS: addresses
+ARGV: ttl_ms stale_ms address...
+RETURNS: OK
+REPEAT: a mark is a score that only moves forward in time
+COST: O(addresses given + 64)
+]]
+-- OK {address...}: at most 64 that nobody marked for stale_ms; whoever is left listed there must be reaped by somebody.
+local now = server_ms()
+local ttl, stale = tonumber(ARGV[1]), tonumber(ARGV[2])
+for i = 3, #ARGV do
+    redis.call('ZADD', KEYS[1], text(now), ARGV[i])
+end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. text(now - ttl))
+redis.call('PEXPIRE', KEYS[1], text(ttl))
+return {'OK', redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', text(now - stale), 'LIMIT', '0', '64')}

@@ -1,0 +1,122 @@
+--[[
+PURPOSE: applies one worker's batch for one address, renews its lease and answers all the worker must know back
+USES: clock trail leases
+KEYS: node workers rooms worker aborts suspects events
+ARGV: worker batch mode epoch state failed_age_ms cause reason by instance lease_ms interval_ms ttl_ms kept count bootstrapping waiting_for_input transferring oldest adds room...
+RETURNS: OK | STALE | RESYNC | FENCED
+REPEAT: a batch number is applied once; its repetition finds it applied, changes no room and answers the same, the granted turn included
+COST: O(rooms in the batch + workers at the address)
+]]
+-- mode: "delta" needs batch-1 applied before; "reset" replaces the set (first piece of a full ledger).
+-- The first `adds` rooms are added, the rest removed. `count` is what the set must hold afterwards.
+-- Every answer: status, epoch, state, failed_age_ms, cause, reason, by, instance, draining, grant, watchers,
+-- {expired worker...}, {room, reason, ... aborted}.
+local node, workers, rooms, record = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local aborts, suspects, events = KEYS[5], KEYS[6], KEYS[7]
+local worker, batch, mode, epoch = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local lease, interval, ttl, kept = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13], ARGV[14]
+local FIRST, adds = 21, tonumber(ARGV[20])
+local now = server_ms()
+
+local stored_epoch = tonumber(redis.call('HGET', node, 'epoch') or '')
+local mine = redis.call('HMGET', record, 'batch', 'epoch', 'fenced', 'granted')
+local stored_batch = tonumber(mine[1] or '')
+local granted = '0'
+
+local function answer(status)
+    local n = redis.call('HMGET', node, 'epoch', 'state', 'failed_ms', 'cause', 'reason', 'by', 'instance', 'draining')
+    local age = n[3] and now - tonumber(n[3]) or -1
+    local marks = {}
+    if redis.call('EXISTS', aborts) == 1 then
+        marks = redis.call('HSCAN', aborts, '0', 'COUNT', '100')[2]
+    end
+    return {status, n[1] or '0', n[2] or 'alive', text(age), n[4] or '', n[5] or '', n[6] or '', n[7] or '',
+        n[8] or '0', granted, tostring(redis.call('ZCOUNT', workers, text(now), '+inf')),
+        redis.call('ZRANGEBYSCORE', workers, '-inf', '(' .. text(now), 'LIMIT', '0', '8'), marks}
+end
+
+local function renew(create)
+    forgive_stall(node, workers, now, lease)
+    if create then
+        redis.call('ZADD', workers, text(now + lease), worker)
+    else
+        redis.call('ZADD', workers, 'XX', text(now + lease), worker)
+    end
+    redis.call('HSET', node, 'seen_ms', text(now))
+    for _, key in ipairs({node, workers, rooms, record, aborts, suspects, events}) do
+        redis.call('PEXPIRE', key, ttl)
+    end
+end
+
+if mine[3] then
+    return answer('FENCED')
+end
+
+-- The store holds less than a living worker knows (emptied, or an older replica was promoted): move it forward.
+if stored_epoch == nil or epoch > stored_epoch then
+    local fresh = stored_epoch == nil and epoch <= 1
+    stored_epoch = math.max(epoch, 1)
+    redis.call('HSET', node, 'epoch', text(stored_epoch), 'state', ARGV[5])
+    if tonumber(ARGV[6]) >= 0 then
+        redis.call('HSET', node, 'failed_ms', text(now - tonumber(ARGV[6])), 'cause', ARGV[7], 'reason', ARGV[8], 'by', ARGV[9])
+    end
+    if ARGV[10] ~= '' then
+        redis.call('HSET', node, 'instance', ARGV[10])
+    end
+    redis.call('DEL', suspects)
+    if not fresh then
+        trail(events, kept, ttl, 'kind', 'restored', 'epoch', text(stored_epoch), 'by', worker)
+    end
+end
+
+-- Rooms of an ended epoch. What the set still holds is deleted, unless this worker has already moved on.
+if epoch > 0 and epoch < stored_epoch then
+    if not mine[2] or tonumber(mine[2]) < stored_epoch then
+        redis.call('UNLINK', rooms)
+    end
+    renew(false)
+    return answer('STALE')
+end
+
+local state = redis.call('HGET', node, 'state')
+if stored_batch == batch then
+    granted = mine[4] == tostring(batch) and '1' or '0'
+    renew(false)
+    return answer('OK')
+end
+if (mode == 'delta' and stored_batch ~= batch - 1) or (stored_batch and stored_batch > batch) then
+    renew(false)
+    return answer('RESYNC')
+end
+
+if mode == 'reset' then
+    redis.call('UNLINK', rooms)
+end
+if adds > 0 and state ~= 'failed' then
+    redis.call('SADD', rooms, unpack(ARGV, FIRST, FIRST + adds - 1))
+end
+if #ARGV >= FIRST + adds then
+    redis.call('SREM', rooms, unpack(ARGV, FIRST + adds, #ARGV))
+end
+if redis.call('EXISTS', aborts) == 1 and #ARGV >= FIRST and mode == 'delta' then
+    -- A room that left, or was opened anew, is not the opening that the mark was meant for.
+    redis.call('HDEL', aborts, unpack(ARGV, FIRST, #ARGV))
+end
+
+if now - tonumber(redis.call('HGET', node, 'probe_ms') or '0') >= interval * 0.9 then
+    granted = '1'
+    redis.call('HSET', node, 'probe_ms', text(now))
+end
+if state == 'suspect' and redis.call('ZCOUNT', suspects, text(now), '+inf') == 0 then
+    redis.call('HSET', node, 'state', 'alive')
+    trail(events, kept, ttl, 'kind', 'cleared', 'epoch', text(stored_epoch), 'by', worker)
+end
+redis.call('HSET', record, 'batch', text(batch), 'epoch', text(stored_epoch), 'granted', granted == '1' and text(batch) or '0')
+if ARGV[16] ~= '' then
+    redis.call('HSET', record, 'bootstrapping', ARGV[16], 'waiting_for_input', ARGV[17], 'transferring', ARGV[18], 'oldest', ARGV[19])
+end
+renew(true)
+if state ~= 'failed' and redis.call('SCARD', rooms) ~= tonumber(ARGV[15]) then
+    return answer('RESYNC')
+end
+return answer('OK')
