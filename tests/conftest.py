@@ -8,16 +8,18 @@ the reason, and fails it if COORDINATOR_REQUIRE_LANES=1.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import pytest
 from servers import KINDS, REAL_KINDS, FakeLane, Lanes, MissingLane, Server, keys_without_ttl, revive
 
 _SHOWN = 20
+T = TypeVar("T")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,10 +87,9 @@ def url(real_server: Server) -> str:
 @pytest.fixture
 def redis_server(lanes: Lanes) -> Server:
     """One real server, empty: the bundled Valkey, else redis-server on PATH."""
-    try:
+    with contextlib.suppress(MissingLane):
         return _real(lanes.get("valkey"))
-    except MissingLane:
-        return _real(_get(lanes, "redis"))
+    return _real(_get(lanes, "redis"))
 
 
 @pytest.fixture
@@ -103,10 +104,7 @@ def make_server(request: pytest.FixtureRequest) -> Iterator[Callable[..., Server
     made: list[Server] = []
 
     def make(kind: str = "valkey", *options: str) -> Server:
-        try:
-            made.append(Server(kind, *options))
-        except MissingLane as missing:
-            _missing(missing)
+        made.append(_or_report(lambda: Server(kind, *options)))
         return made[-1].start()
 
     yield make
@@ -125,10 +123,7 @@ def make_server(request: pytest.FixtureRequest) -> Iterator[Callable[..., Server
 
 
 def _get(lanes: Lanes, kind: str) -> FakeLane | Server:
-    try:
-        return lanes.get(kind)
-    except MissingLane as missing:
-        _missing(missing)
+    return _or_report(lambda: lanes.get(kind))
 
 
 def _real(lane: FakeLane | Server) -> Server:
@@ -136,10 +131,15 @@ def _real(lane: FakeLane | Server) -> Server:
     return lane
 
 
-def _missing(missing: MissingLane) -> NoReturn:
+def _or_report(get: Callable[[], T]) -> T:
+    """What `get` returns; a missing lane fails or skips the test, never passes it."""
+    try:
+        return get()
+    except MissingLane as missing:
+        text = f"missing lane: {missing}"
     if os.environ.get("COORDINATOR_REQUIRE_LANES") == "1":
-        pytest.fail(f"missing lane: {missing}", pytrace=False)
-    pytest.skip(f"missing lane: {missing}")
+        pytest.fail(text, pytrace=False)
+    pytest.skip(text)
 
 
 def _may_leave_keys(node: pytest.Item) -> bool:

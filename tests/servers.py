@@ -22,6 +22,8 @@ from typing import Any, Protocol, cast
 import fakeredis
 import redis
 import redis.asyncio
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from util import wait_until
 
 from coordinator.store.embedded import bundled_binary, owned_command
@@ -73,7 +75,6 @@ class Server:
         self.home = Path(tempfile.mkdtemp(prefix=f"coordinator-test-{kind}-"))
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
-        self._clients: list[redis.Redis] = []
 
     @property
     def url(self) -> str:
@@ -154,7 +155,12 @@ class Server:
     def client(self, timeout_s: float = 5, **options: Any) -> redis.Redis:
         """A driver client that never retries; the caller closes it."""
         return redis.Redis.from_url(
-            self.url, decode_responses=True, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **options
+            self.url,
+            decode_responses=True,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            **options,
         )
 
     def sync_client(self) -> redis.Redis:
@@ -200,13 +206,17 @@ class Lanes:
 
 
 def revive(lane: FakeLane | Server) -> None:
-    """Resume a paused server and its paused clients, start a dead one again."""
-    if isinstance(lane, Server):
-        if not lane.alive:
-            lane.start()
-        lane.resume()
-        with lane.client() as client:
-            client.client_unpause()
+    """Resume a paused server, start a dead one again, restart one that does not answer (CLIENT PAUSE, hung script)."""
+    if not isinstance(lane, Server):
+        return
+    if not lane.alive:
+        lane.start()
+    lane.resume()
+    with lane.client(timeout_s=1) as client:
+        try:
+            client.ping()
+        except redis.TimeoutError:
+            lane.restart()
 
 
 def keys_without_ttl(lane: Lane) -> list[str]:
