@@ -1,0 +1,5 @@
+"""`python -m coordinator.cli` is the script `coordinator`."""
+
+from . import main
+
+main()
