@@ -25,7 +25,10 @@ from coordinator.store.embedded import EmbeddedServer, bundled_binary, find_bina
 OWNER = """
 import sys
 from coordinator.store.embedded import EmbeddedServer
-server = EmbeddedServer.start(shared=sys.argv[1] == "shared")
+if sys.argv[1] == "race":
+    print("ready", flush=True)
+    sys.stdin.readline()
+server = EmbeddedServer.start(shared=sys.argv[1] != "private")
 print(server.url, server.pid, server.owned, flush=True)
 sys.stdin.read()
 """
@@ -115,18 +118,28 @@ def test_private_servers_are_apart(runtime: Path) -> None:
         assert EmbeddedServer.running() is None
 
 
-def test_racing_processes_get_one_server(owner: StartOwner) -> None:
+def test_racing_processes_get_one_server() -> None:
     """Twelve processes that start the shared server at once get one server, and one of them owns it."""
-    answers: list[tuple[str, int, bool]] = []
-    threads = [threading.Thread(target=lambda: answers.append(owner("shared")[1:])) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 12
-    assert len({(url, pid) for url, pid, _ in answers}) == 1
-    assert [owned for *_, owned in answers].count(True) == 1
-    assert ping(answers[0][0])
+    command = [sys.executable, "-c", OWNER, "race"]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        for _ in range(12)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+        answers = [process.stdout.readline().split() for process in processes if process.stdout is not None]
+        assert len({(url, pid) for url, pid, _ in answers}) == 1
+        assert [owned for *_, owned in answers].count("True") == 1
+        assert ping(answers[0][0])
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("mode", ["shared", "private"])

@@ -268,7 +268,7 @@ def _options(home: Path) -> list[str]:
 
 def _wait_ready(home: Path, keeper: _Keeper, binary: Path) -> None:
     deadline = time.monotonic() + READY_S
-    while not _answers_ping(_socket_of(home)):
+    while _ping(_socket_of(home)) != "answered":
         if not keeper.is_alive():
             problem = keeper.outcome
         elif time.monotonic() > deadline:
@@ -282,15 +282,18 @@ def _wait_ready(home: Path, keeper: _Keeper, binary: Path) -> None:
         raise StoreUnavailable(f"the embedded store {binary} did not start: {problem}")
 
 
-def _answers_ping(path: Path) -> bool:
+def _ping(path: Path) -> str:
+    """What becomes of a PING: "answered", "silent" (connected, nothing within 0.5 s), or "closed"."""
     with socket.socket(socket.AF_UNIX) as link:
         link.settimeout(0.5)
         try:
             link.connect(str(path))
             link.sendall(b"PING\r\n")
-            return link.recv(64).startswith(b"+PONG")
-        except OSError:  # not yet
-            return False
+            return "answered" if link.recv(64) else "closed"
+        except TimeoutError:
+            return "silent"
+        except OSError:  # nobody listens yet, or no longer
+            return "closed"
 
 
 def _listener(path: Path) -> int | None:
@@ -307,9 +310,21 @@ def _listener(path: Path) -> int | None:
         return int(pid)
 
 
+def _survivor(path: Path) -> int | None:
+    """As _listener, but waits (up to TERM_S) for the end of one that is being killed.
+
+    The threads of a killed process end one after the other, and its socket with the last of them: until then a
+    connection comes about and is closed at once.
+    """
+    deadline = time.monotonic() + TERM_S
+    while (pid := _listener(path)) is not None and _ping(path) == "closed" and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return pid
+
+
 def _running(runtime: Path) -> EmbeddedServer | None:
     home = runtime / "shared"
-    pid = _listener(_socket_of(home))
+    pid = _survivor(_socket_of(home))
     if pid is None:
         return None
     try:
@@ -330,7 +345,7 @@ def _running(runtime: Path) -> EmbeddedServer | None:
 def _sweep(runtime: Path) -> None:
     """Remove the directories that nobody listens in. Under the lock none of them is just being started."""
     for home in [runtime / "shared", *runtime.glob("private-*")]:
-        if _listener(_socket_of(home)) is None:
+        if _survivor(_socket_of(home)) is None:
             shutil.rmtree(home, ignore_errors=True)
 
 
