@@ -8,17 +8,14 @@ file may be imported without typer and rich.
 from __future__ import annotations
 
 import sys
-
-NEEDED = ("typer", "rich", "click")
+from importlib.util import find_spec
 
 
 def main() -> None:
     """Entry point of the script `coordinator` and of `python -m coordinator.cli`."""
-    try:
-        from .app import run
-    except ModuleNotFoundError as exc:
-        if (exc.name or "").partition(".")[0] not in NEEDED:
-            raise
+    if not all(find_spec(name) for name in ("typer", "rich")):  # looked for, not imported: rich comes late
         print("error: the command line needs typer and rich: pip install 'coordinator[cli]'", file=sys.stderr)
         sys.exit(1)
+    from .app import run
+
     sys.exit(run())

@@ -29,12 +29,14 @@ def demo(
     *,
     nodes: Annotated[int, typer.Option(help="Prefill node processes.")] = 3,
     workers: Annotated[int, typer.Option(help="Decode worker processes.")] = 6,
-    rate: Annotated[float, typer.Option(help="Rooms opened per second by all workers together.")] = 120.0,
+    rate: Annotated[
+        float | None, typer.Option(help="Rooms opened per second by all workers together.", show_default=False)
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="How long rooms are opened.", show_default=False)] = None,
     trace: Annotated[Path | None, typer.Option(help="Replay this request trace instead of --rate.")] = None,
     speed: Annotated[float, typer.Option(help="Replay the trace this many times as fast.")] = 1.0,
     fault: Annotated[
-        list[str] | None, typer.Option(metavar="KIND@SECOND", help="Repeatable; a kill and a start by default.")
+        list[str] | None, typer.Option(metavar="KIND@SECOND", help="Repeatable; `none` for no fault at all.")
     ] = None,
     url: Annotated[str, typer.Option("--store", metavar="URL", help="Use this store, not one of the demo's own.")] = "",
     seed: Annotated[int, typer.Option(help="Same seed, same plan.")] = 1,
@@ -47,9 +49,23 @@ def demo(
     Exit code 1 if a room was missed, failed twice or failed without cause. JSON: {ok, store, rooms, faults,
     false_failures, probes_sent, keys_without_ttl}; see the README.
     """
-    from ..demo.run import DemoOptions, render, run_demo
+    from ..demo.run import DemoOptions, parse_fault, render, run_demo
 
-    result = run_demo(DemoOptions())
+    faults = None if not fault else tuple(parse_fault(text) for text in fault if text != "none")
+    session: Session = context.obj
+    _share(session)
+    options = DemoOptions(
+        nodes=nodes,
+        workers=workers,
+        rate=rate,
+        seconds=seconds,
+        trace=str(trace or ""),
+        speed=speed,
+        faults=faults,
+        store=url or session.given_url,
+        seed=seed,
+    )
+    result = run_demo(options)
     if as_json:
         say_json(result)
     else:
@@ -129,7 +145,12 @@ def worker(
 
 
 def _prepare(session: Session) -> str:
-    """Log to stderr, give the options on to what reads the environment, and return the store's URL."""
+    """Log to stderr, and return the store's URL."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    os.environ[variable("namespace")] = session.settings.namespace
+    _share(session)
     return session.url
+
+
+def _share(session: Session) -> None:
+    """The namespace goes on by the environment: to the worker or node in this process, and to the demo's children."""
+    os.environ[variable("namespace")] = session.settings.namespace

@@ -31,6 +31,7 @@ class Session:
     tracebacks: ClassVar[bool] = False
 
     def __init__(self, url: str = "", namespace: str = "") -> None:
+        self.given_url = url
         self._given = {"url": url or None, "namespace": namespace or None}
 
     @cached_property
