@@ -70,4 +70,4 @@ def _ipv6(address: str, host: str) -> IPv6Address:
 
 
 def _refuse(address: object, hint: str) -> NoReturn:
-    raise InvalidAddress(f"{ascii(address)} is not a node address: {hint}")
+    raise InvalidAddress(f"{address!a} is not a node address: {hint}")

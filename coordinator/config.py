@@ -114,7 +114,9 @@ def _parse(name: str, text: str, default: Any) -> Any:
     try:
         return type(default)(text)
     except ValueError:
-        raise ConfigError(f"{name}={text!r} is not {'a whole number' if type(default) is int else 'a number'}") from None
+        raise ConfigError(
+            f"{name}={text!r} is not {'a whole number' if type(default) is int else 'a number'}"
+        ) from None
 
 
 def _check_field(name: str, value: Any, f: Any) -> None:
@@ -125,6 +127,8 @@ def _check_field(name: str, value: Any, f: Any) -> None:
             raise ConfigError(f"{name} must be text, not {value!r}")
         return
     if isinstance(value, bool) or not isinstance(value, int if isinstance(default, int) else (int, float)):
-        raise ConfigError(f"{name} must be {'a whole number' if isinstance(default, int) else 'a number'}, not {value!r}")
+        raise ConfigError(
+            f"{name} must be {'a whole number' if isinstance(default, int) else 'a number'}, not {value!r}"
+        )
     if not math.isfinite(value) or not f.metadata["low"] <= value <= f.metadata["high"]:
         raise ConfigError(f"{name} is {value}: it must be from {f.metadata['low']} to {f.metadata['high']}")

@@ -47,6 +47,10 @@ class JoinRefused(CoordinatorError):
         self.address, self.state, self.reason = address, state, reason
 
 
+class UnknownAddress(CoordinatorError, LookupError):
+    """No node or worker ever used that address in this namespace. Nothing was changed."""
+
+
 class WorkerClosed(CoordinatorError):
     """The worker was closed, or belongs to the parent of this forked process: create a new Worker."""
 
@@ -55,6 +59,10 @@ class StoreUnavailable(CoordinatorError):
     """The store did not answer within the deadline. Every call of this package is idempotent: retry it."""
 
     retry_safe = True
+
+
+class StoreRefused(CoordinatorError):
+    """The store answered and refused: wrong password, missing permission, a key of another type. Mend it first."""
 
 
 class StoreNotFound(CoordinatorError):

@@ -7,14 +7,14 @@ clock and a process's clock never meet.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 ALIVE, SUSPECT, FAILED = "alive", "suspect", "failed"
 
 _TEXT_LIMIT = 256
 
 
-class SyncStatus(str, Enum):
+class SyncStatus(StrEnum):
     """Outcome of a sync: applied, epoch ended, the store lacks the previous batch, or this worker was reaped."""
 
     OK = "OK"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 
 from .errors import InvalidRoom, InvalidStatus
 
@@ -38,7 +38,7 @@ def may_move(old: int, new: int) -> bool:
     return 0 < old < 4 and (new == 0 or new > old)
 
 
-class Cause(str, Enum):
+class Cause(StrEnum):
     """Why a room failed."""
 
     NODE_FAILED = "node_failed"  # a verdict: the address failed for everybody
@@ -49,9 +49,6 @@ class Cause(str, Enum):
     DEADLINE = "deadline"  # the room's own deadline passed
     LOCAL = "local"  # this process said so: update(..., Status.FAILED)
     CLOSED = "closed"  # the worker was closed with the room open
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

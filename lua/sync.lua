@@ -92,11 +92,15 @@ end
 if mode == 'reset' then
     redis.call('UNLINK', rooms)
 end
-if adds > 0 and state ~= 'failed' then
-    redis.call('SADD', rooms, unpack(ARGV, FIRST, FIRST + adds - 1))
-end
+-- A full store (OOM) refuses a script at its first growing write, and only there. So what frees memory or merely
+-- renews comes first and carries the rest; a batch that only adds is refused as a whole.
 if #ARGV >= FIRST + adds then
     redis.call('SREM', rooms, unpack(ARGV, FIRST + adds, #ARGV))
+elseif adds == 0 then
+    redis.call('PEXPIRE', node, ttl)
+end
+if adds > 0 and state ~= 'failed' then
+    redis.call('SADD', rooms, unpack(ARGV, FIRST, FIRST + adds - 1))
 end
 if redis.call('EXISTS', aborts) == 1 and #ARGV >= FIRST and mode == 'delta' then
     -- A room that left, or was opened anew, is not the opening that the mark was meant for.

@@ -15,6 +15,7 @@ from ..protocol import Batch, NodeView, Page, Reaped, Registration, SyncReply, S
 from .keys import Keys
 
 T = TypeVar("T")
+Words = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Op(Generic[T]):
 
     script: str
     keys: tuple[str, ...]
-    args: tuple[str | int, ...]
+    args: Words
     read: Callable[[list[Any]], T]
 
     def parse(self, reply: object) -> T:
@@ -58,13 +59,13 @@ class Ops:
         """Apply a worker's batch, renew its lease, learn the node's state."""
         k, a, w, s, node, stats = self.keys, batch.address, batch.worker, self.settings, batch.node, batch.stats
         keys = (k.node(a), k.workers(a), k.rooms(a, w), k.worker(a, w), k.aborts(a, w), k.suspects(a), k.events(a))
-        figures: tuple[str | int, ...] = ("", "", "", "")
+        figures: Words = ("", "", "", "")
         if stats is not None:
             figures = (stats.bootstrapping, stats.waiting_for_input, stats.transferring, stats.oldest)
         age = -1 if node.failed_age_ms is None else node.failed_age_ms
         known = (node.epoch, node.state, age, node.cause, node.reason, node.by, node.instance)
         pace = (self._ms(s.lease_s), self._ms(s.probe_interval_s), self._ttl, s.events_kept)
-        args = (w, batch.number, batch.mode, *known, *pace, batch.count, *figures, len(batch.adds))
+        args: Words = (w, batch.number, batch.mode, *known, *pace, batch.count, *figures, len(batch.adds))
         return Op("sync", keys, (*args, *batch.adds, *batch.removes), _read_sync)
 
     def fail_node(
@@ -74,7 +75,7 @@ class Ops:
         k = self.keys
         keys = (k.node(address), k.workers(address), k.suspects(address), k.pending(address), k.events(address))
         pairs = tuple(key for w in workers for key in (k.rooms(address, w), k.lost(address, epoch, w)))
-        args = (epoch, call, by, reason, self._ttl, self.settings.events_kept, k.channel, address, *workers)
+        args: Words = (epoch, call, by, reason, self._ttl, self.settings.events_kept, k.channel, address, *workers)
         return Op("fail_node", keys + pairs, args, _read_verdict)
 
     def suspect(
@@ -84,7 +85,7 @@ class Ops:
         k, s = self.keys, self.settings
         keys = (k.node(address), k.workers(address), k.suspects(address), k.events(address))
         window = self._ms(2 * s.max_misses * (s.probe_interval_s + s.probe_timeout_s))
-        args = (worker, epoch, int(vote), reason, window, s.votes, int(majority), self._ttl, s.events_kept)
+        args: Words = (worker, epoch, int(vote), reason, window, s.votes, int(majority), self._ttl, s.events_kept)
         return Op("suspect", keys, (*args, k.channel, address), _read_votes)
 
     def register_node(
@@ -105,23 +106,23 @@ class Ops:
         pairs = tuple(key for w in workers for key in (k.rooms(address, w), k.lost(address, epoch, w)))
         flag = "" if draining is None else str(int(draining))
         lease = self._ms(self.settings.lease_s)
-        args = (how, instance, info, flag, epoch, call, by, lease, self._ttl, self.settings.events_kept)
+        args: Words = (how, instance, info, flag, epoch, call, by, lease, self._ttl, self.settings.events_kept)
         return Op("register_node", keys + pairs, (*args, k.channel, address, *workers), _read_registration)
 
     def reap_worker(self, address: str, worker: str, by: str, reason: str, leaving: bool = False) -> Op[Reaped]:
         """Take a worker off the address: its lease has run out, or it leaves by itself."""
         k, a, w = self.keys, address, worker
         keys = (k.node(a), k.workers(a), k.rooms(a, w), k.worker(a, w), k.aborts(a, w))
-        keys += (k.suspects(a), k.pending(a), k.orphans(a, w), k.events(a))
+        more = (k.suspects(a), k.pending(a), k.orphans(a, w), k.events(a))
         lease = self._ms(self.settings.lease_s)
-        args = (w, int(leaving), by, reason, lease, self._ttl, self.settings.events_kept, k.channel, a)
-        return Op("reap_worker", keys, args, _read_reaped)
+        args: Words = (w, int(leaving), by, reason, lease, self._ttl, self.settings.events_kept, k.channel, a)
+        return Op("reap_worker", keys + more, args, _read_reaped)
 
     def abort_room(self, address: str, worker: str, room: int, reason: str, by: str) -> Op[bool]:
         """Mark one room for its owner to fail; False if the store does not know it as open."""
         k = self.keys
         keys = (k.rooms(address, worker), k.aborts(address, worker), k.events(address))
-        args = (worker, room, reason, by, self._ttl, self.settings.events_kept, k.channel, address)
+        args: Words = (worker, room, reason, by, self._ttl, self.settings.events_kept, k.channel, address)
         return Op("abort_room", keys, args, _read_aborted)
 
     def drain_read(self, address: str, field: str, cursor: str = "0", count: int = 1000) -> Op[Page]:
@@ -131,17 +132,17 @@ class Ops:
     def drain_ack(self, address: str, field: str, by: str, linger_s: float = 0.0) -> Op[None]:
         """Acknowledge a snapshot; it stays readable for `linger_s`."""
         linger = self._ms(linger_s) if linger_s > 0 else 0
-        args = ("ack", "0", 0, field, by, linger, self._ttl, self.settings.events_kept)
+        args: Words = ("ack", "0", 0, field, by, linger, self._ttl, self.settings.events_kept)
         return Op("drain", self._drain_keys(address, field), args, _read_done)
 
     def drain_drop(self, address: str, field: str, by: str) -> Op[None]:
         """Free a snapshot now."""
-        args = ("drop", "0", 0, field, by, 0, self._ttl, self.settings.events_kept)
+        args: Words = ("drop", "0", 0, field, by, 0, self._ttl, self.settings.events_kept)
         return Op("drain", self._drain_keys(address, field), args, _read_done)
 
     def discover(self, addresses: Sequence[str]) -> Op[tuple[str, ...]]:
         """Mark addresses as used; learn of those that nobody used for two leases."""
-        args = (self._ttl, self._ms(2 * self.settings.lease_s), *addresses)
+        args: Words = (self._ttl, self._ms(2 * self.settings.lease_s), *addresses)
         return Op("discover", (self.keys.addresses,), args, _read_discovered)
 
     def _drain_keys(self, address: str, field: str) -> tuple[str, ...]:

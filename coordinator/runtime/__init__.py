@@ -1,0 +1,1 @@
+"""What acts: the event loop's thread, the sync loop, the heartbeat, probes, delivery. Decides nothing by itself."""

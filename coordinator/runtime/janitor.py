@@ -1,0 +1,120 @@
+"""The janitor: acknowledges snapshots, reaps expired workers, adopts addresses that nobody uses any more, and
+forgets addresses that this worker no longer uses. Nothing here is urgent and everything is idempotent.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CoordinatorError
+from ..store.ops import Op
+from .core import Core, log, wait_for
+
+FORGET_LEASES = 60  # an address without rooms for this many leases is left
+BATCH = 200
+
+
+@dataclass(slots=True)
+class Janitor:
+    """Chores of one worker."""
+
+    core: Core
+    forgotten: Callable[[str], object] = lambda address: None
+    _drop_at: list[tuple[float, str, str]] = field(default_factory=list)
+    _adopted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _discover_at_s: float = 0.0
+    _empty_since: dict[str, float] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Turn for ever; the supervisor restarts it."""
+        self._discover_at_s = time.monotonic() + random.uniform(0.5, 1.0) * self.core.settings.lease_s
+        while True:
+            self.core.supervisor.beat("janitor")
+            if not self.core.store_away:
+                await self._acknowledge()
+                await self._drop(time.monotonic())
+                await self._reap()
+                await self._discover(time.monotonic())
+                await self._forget(time.monotonic())
+            await wait_for(self.core.chore_wake, self.core.settings.tick_s)
+
+    async def _many(self, ops: list[Op[Any]]) -> list[Any]:
+        return list(await self.core.store.many(ops)) if ops else []
+
+    async def _acknowledge(self) -> None:
+        """Say that the rooms of a snapshot were failed here; it stays readable for a while, then it is freed."""
+        core = self.core
+        todo, core.acknowledge = core.acknowledge[:BATCH], core.acknowledge[BATCH:]
+        linger = core.settings.linger_s
+        ops = [core.ops.drain_ack(address, name, core.ledger.worker, linger) for address, name in todo]
+        for (address, name), answer in zip(todo, await self._many(ops), strict=True):
+            if isinstance(answer, CoordinatorError):
+                core.acknowledge.append((address, name))
+            else:
+                core.count("acks")
+                if linger > 0:
+                    self._drop_at.append((time.monotonic() + 0.9 * linger, address, name))
+
+    async def _drop(self, now: float) -> None:
+        """Free snapshots a little before they would expire: UNLINK frees in the background, expiry may not."""
+        due = [item for item in self._drop_at if item[0] <= now][:BATCH]
+        ops = [self.core.ops.drain_drop(address, name, self.core.ledger.worker) for _, address, name in due]
+        for item, answer in zip(due, await self._many(ops), strict=True):
+            if not isinstance(answer, CoordinatorError):
+                self._drop_at.remove(item)
+
+    async def _reap(self) -> None:
+        core = self.core
+        todo = list(core.reap)[:BATCH]
+        for item in todo:
+            core.reap.pop(item, None)
+        todo += [(address, worker) for address, workers in self._adopted.items() for worker in workers]
+        me = core.ledger.worker
+        ops = [core.ops.reap_worker(address, worker, me, "lease expired") for address, worker in todo]
+        for (address, worker), answer in zip(todo, await self._many(ops), strict=True):
+            if isinstance(answer, CoordinatorError):
+                continue
+            if answer.outcome == "REAPED":
+                core.count("workers_reaped")
+                log.warning("worker_reaped address=%s worker=%s rooms=%d", address, worker, answer.rooms)
+            if answer.outcome != "ALIVE" and address in self._adopted:
+                left = tuple(w for w in self._adopted[address] if w != worker)
+                self._adopted[address] = left
+                if not left:
+                    del self._adopted[address]
+
+    async def _discover(self, now: float) -> None:
+        """Keep the index fresh; adopt addresses where workers are listed and nobody syncs any more."""
+        if now < self._discover_at_s:
+            return
+        core = self.core
+        self._discover_at_s = now + random.uniform(0.8, 1.0) * core.settings.lease_s
+        used = [book.address for book in core.ledger.books()]
+        for address in await core.store.once(core.ops.discover(used)):
+            if core.ledger.book(address) is None:
+                listed = await core.store.command("ZRANGE", core.ops.keys.workers(address), "0", "-1")
+                if listed and address not in self._adopted:
+                    log.info("address_adopted address=%s workers=%d", address, len(listed))
+                    self._adopted[address] = tuple(str(worker) for worker in listed)
+            else:
+                self._adopted.pop(address, None)
+
+    async def _forget(self, now: float) -> None:
+        """Leave addresses that had no room for long: nodes come and go, a worker lives for weeks."""
+        core = self.core
+        for book in core.ledger.books():
+            if book.rooms or book.behind:
+                self._empty_since.pop(book.address, None)
+                continue
+            since = self._empty_since.setdefault(book.address, now)
+            if now - since >= FORGET_LEASES * core.settings.lease_s and core.ledger.forget(book):
+                self._empty_since.pop(book.address, None)
+                core.detector.forget(book.address)
+                self.forgotten(book.address)
+                await core.store.run(
+                    core.ops.reap_worker(book.address, book.worker, book.worker, "no rooms for long", leaving=True)
+                )
