@@ -67,7 +67,8 @@ class Session:
         from ..store.connect import sync_client
 
         with answering():  # a cluster client asks for the layout when it is made
-            return sync_client(self.url, self.settings)
+            client: redis.Redis = sync_client(self.url, self.settings)
+        return client
 
     @property
     def keys(self) -> Keys:
