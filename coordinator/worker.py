@@ -175,6 +175,10 @@ class Worker:
         """The present opening of a room of this worker, or None. No I/O."""
         return self._ledger.find(address, room_id)
 
+    def rooms(self, address: str) -> list[Room]:
+        """This worker's rooms at an address, also those that failed or succeeded and were not left. No I/O."""
+        return self._ledger.rooms(address)
+
     def abort(self, address: str, room_id: int, reason: str) -> bool:
         """Fail one room of this worker; False if it is not open here. Rooms of others cannot be aborted from here."""
         failure = Failure(Cause.ABORTED, clean_text(reason), canonical(address), by=self.id)

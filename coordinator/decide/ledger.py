@@ -202,6 +202,14 @@ class Ledger:
             room_id = check_room_id(room_id)
         return None if book is None else book.rooms.get(room_id)
 
+    def rooms(self, address: str) -> list[Room]:
+        """A copy of what is at an address. Raises InvalidAddress."""
+        book = self._find(address)
+        if book is None:
+            return []
+        with book.lock:
+            return list(book.rooms.values())
+
     def fail(self, address: str, room_id: int, failure: Failure) -> Room | None:
         """Fail one room for a cause of its own; None if it is not open here. The first cause is kept."""
         room = self.find(address, room_id)
