@@ -160,10 +160,12 @@ class Ledger:
         if type(room_id) is not int:
             room_id = check_room_id(room_id)
         if book is None:
+            check_room_id(room_id)
             return False
         with book.lock:
             room = book.rooms.get(room_id)
             if room is None:
+                check_room_id(room_id)
                 return False
             if 0 < room._status < status < _SUCCESS:
                 room._status = status
@@ -183,9 +185,11 @@ class Ledger:
         if type(room_id) is not int:
             room_id = check_room_id(room_id)
         if book is None:
+            check_room_id(room_id)
             return False
         with book.lock:
             if book.rooms.pop(room_id, None) is None:
+                check_room_id(room_id)
                 return False
             if room_id in book.stored:
                 book.dirty.add(room_id)
@@ -197,9 +201,7 @@ class Ledger:
 
     def find(self, address: str, room_id: int) -> Room | None:
         """The current opening of a room, or None. Raises InvalidAddress, InvalidRoom."""
-        book = self._find(address)
-        if type(room_id) is not int:
-            room_id = check_room_id(room_id)
+        book, room_id = self._find(address), check_room_id(room_id)
         return None if book is None else book.rooms.get(room_id)
 
     def rooms(self, address: str) -> list[Room]:
