@@ -286,6 +286,16 @@ def test_a_demo_that_cannot_be_is_refused_before_it_starts(words: tuple[str, ...
     refused(*words)
 
 
+def test_the_demo_prints_its_result_as_one_object() -> None:
+    """A short run without faults: exit code 0, one JSON object on stdout with the keys that the help text names."""
+    words = ("--nodes", "1", "--workers", "2", "--rate", "20", "--seconds", "1", "--fault", "none", "--json")
+    said = json.loads(coordinator("demo", *words).stdout)
+    shown = " ".join(coordinator("demo", "--help").stdout.split())
+    assert list(said) == shown.partition("JSON: {")[2].partition("}")[0].split(", ")
+    assert (said["ok"], said["faults"]) == (True, [])
+    assert said["rooms"]["opened"] > 0
+
+
 def test_events_are_lines_and_json_lines(filled: Filled, redis_url: str) -> None:
     """Time, address, kind and the script's words; of one address or of all; JSON with stable keys."""
     filled.fail(N0, "cable pulled")

@@ -14,8 +14,10 @@ from servers import FakeLane, Server
 from util import wait_until
 
 from coordinator import doctor, inspect
+from coordinator.config import Settings
 from coordinator.errors import StoreRefused, StoreUnavailable
 from coordinator.protocol import Stats
+from coordinator.store.connect import sync_client
 from coordinator.store.keys import Keys
 
 
@@ -172,6 +174,28 @@ def test_a_follower_of_everything_meets_new_addresses(client: redis.Redis) -> No
     store.node("10.0.0.77:1", "life-1")
     store.store.run(store.ops.discover(["10.0.0.77:1"]))
     assert next(followed).address == "10.0.0.77:1"
+
+
+def test_a_cluster_client_sees_the_same(make_server: Callable[..., Server]) -> None:
+    """Views, rooms, events and the doctor through a client that routes each key to its own server."""
+    server = make_server("strict")
+    with server.sync_client() as writer:
+        store = Filled(writer)
+        store.fill()
+        store.fail(N1)
+    client, keys = (
+        sync_client(server.url.replace("redis://", "redis+cluster://").removesuffix("/0"), Settings()),
+        store.keys,
+    )
+    assert inspect.addresses(client, keys) == [N0, N1]
+    views = inspect.address_views(client, keys, [N0, N1])
+    assert [(view.state, view.rooms, view.watchers) for view in views] == [("alive", 4, 2), ("failed", 0, 1)]
+    assert sum(len(rooms) for _, rooms in inspect.rooms(client, keys, N0)) == 4
+    assert [event.kind for event in inspect.events(client, keys)] == ["registered", "registered", "failed"]
+    assert [event.kind for event in islice(inspect.follow(client, keys, poll_s=0.02), 3)][-1] == "failed"
+    found = {check.name.rpartition(" ")[2]: check.outcome for check in doctor.examine(client, keys)}
+    assert found["permissions"] == found["role"] == "ok"
+    client.close()
 
 
 def test_no_store_is_store_unavailable(make_server: Callable[..., Server]) -> None:

@@ -47,7 +47,7 @@ def demo(
     Real processes and sockets; every room must fail exactly once or not at all. Fault kinds: kill-node, start-
     node, stop-node, restart-node, kill-worker, pause-store, flush-store.
     Exit code 1 if a room was missed, failed twice or failed without cause. JSON: {ok, store, rooms, faults,
-    false_failures, probes_sent, keys_without_ttl}; see the README.
+    false_failures, probes_sent, keys_without_ttl, seed, seconds, problems, recorded_in}.
     """
     from ..demo.run import DemoOptions, parse_fault, render, run_demo
 
