@@ -26,6 +26,7 @@ class MooncakeBackend(Backend[E]):
     def __init__(self, worker: Worker, engine: Engine[E]) -> None:
         super().__init__(worker, engine)
         self._lock = Lock()
+        self._silent: set[str] = set()  # addresses that ended and have not answered since
         self._requests: dict[int, int] = {}  # room id -> how many addresses have a request for it
         worker.on_node_answered(self._good_beat)
 
@@ -38,9 +39,12 @@ class MooncakeBackend(Backend[E]):
             self._enter(room_id, -1)
             raise
 
-    def conclude(self, room_id: int) -> None:
-        """The request is over (its result was collected): the room leaves at the next good beat of its node."""
-        self._enter(room_id, -1)
+    def conclude(self, room: Room) -> None:
+        """The request is over (its result was collected): the room leaves at the next good beat of its node, or now
+        if it failed or its node is silent."""
+        self._enter(room.id, -1)
+        if room.status is Status.FAILED or room.address in self._silent:
+            room.leave()
 
     def _enter(self, room_id: int, by: int) -> None:
         with self._lock:
@@ -50,7 +54,16 @@ class MooncakeBackend(Backend[E]):
             else:
                 self._requests.pop(room_id, None)
 
+    def _ended(self, address: str) -> None:
+        super()._ended(address)
+        self._silent.add(address)  # no good beat may ever come: what is over leaves now
+        self._sweep(address)
+
     def _good_beat(self, address: str) -> None:
+        self._silent.discard(address)
+        self._sweep(address)
+
+    def _sweep(self, address: str) -> None:
         # The openings are listed before the table is asked: a room opened later cannot be taken for a finished one.
         for room in self.worker.rooms(address):
             if room.id not in self._requests:

@@ -16,6 +16,7 @@ from ..rooms import Cause
 from ..store.verdict import fail_address_async, new_call, register_async
 from .core import Core, log, wait_for
 from .probe import Probe, Sight, look
+from .supervisor import cancel_all
 
 PULSE_S = 0.05  # the loop comes around at least this often; a longer gap is its own lateness
 LATE_S = 0.25
@@ -68,9 +69,7 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Cancel the probes that are on their way."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(list(self._tasks))
         await self.probe.aclose()
 
     async def _look(self, address: str) -> None:

@@ -9,12 +9,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 log = logging.getLogger("coordinator")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+CANCEL_AGAIN_S = 0.05
 QUIET_S = 10.0  # a loop that ran this long starts with a short pause again
 
 
@@ -61,12 +62,20 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Cancel every loop and wait until each has ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         self._tasks.clear()
 
     def ages(self) -> dict[str, float]:
         """Seconds since the last beat of each loop."""
         now = time.monotonic()
         return {name: now - pulse.last_beat_s for name, pulse in self.pulses.items()}
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel `tasks` and wait until all have ended; again and again, since a driver may swallow a cancellation that
+    comes in the very moment in which its answer does."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        left = (await asyncio.wait(left, timeout=CANCEL_AGAIN_S))[1]
