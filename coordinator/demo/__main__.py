@@ -12,7 +12,10 @@ from .faults import KINDS
 from .options import DemoOptions
 from .run import parse_fault, render, run_demo
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command()
 def demo(
     *,
     nodes: Annotated[int, typer.Option(help="Prefill nodes.")] = 3,
@@ -55,4 +58,4 @@ def demo(
 
 
 if __name__ == "__main__":
-    typer.run(demo)
+    app()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Settings
-from ..errors import ConfigError, StoreUnavailable
+from ..errors import ConfigError, StoreNotFound, StoreUnavailable
 from .audit import audit
 from .facts import Facts, FactsFile
 from .faults import (
@@ -60,7 +60,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     resolved = options.resolve()
     settings = Settings.load()
     folder = Path(tempfile.mkdtemp(prefix="coordinator-demo-"))
-    ok = False
+    keep = True
     try:
         with ExitStack() as stack, _ending_on_sigterm():
             url, store = _open_store(options.store, settings, stack)
@@ -77,11 +77,14 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
                 client=client,
                 display=Display(console),
             ).go(store)
-        ok = bool(result["ok"])
-        result["recorded_in"] = "" if ok else str(folder)
+        keep = not result["ok"]
+        result["recorded_in"] = str(folder) if keep else ""
         return result
+    except (KeyboardInterrupt, SystemExit, ConfigError, StoreUnavailable, StoreNotFound):
+        keep = False
+        raise
     finally:
-        if ok:
+        if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -323,7 +326,7 @@ class _Run:
             },
             "faults": [fault.plain(self.board.start_ns) for fault in report.faults],
             "false_failures": report.false_failures,
-            "probes_sent": sum(_last(child, "tally").get("probes", 0) for child in self.fleet.children),
+            "probes_sent": sum(_last(child, "tally").get("counters", {}).get("probes", 0) for child in self.workers),
             "keys_without_ttl": len(left.keys_without_ttl),
             "seed": self.options.seed,
             "seconds": round(time.monotonic() - self.start, 1),

@@ -15,7 +15,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from .. import Failure, Room, Settings, Status, Worker
 from ..errors import CoordinatorError, JoinRefused
@@ -29,7 +28,8 @@ __all__ = ["WorkerOptions", "WorkerProcess", "main"]
 logger = logging.getLogger("coordinator.demo.worker")
 
 STORED_S = 0.05
-REPORT_S = 10.0
+TALLY_S = 2.0
+REPORT_EVERY = 5  # one of so many tallies is logged
 FOREVER_S = 10 * 365 * 86400.0
 
 
@@ -55,6 +55,7 @@ class WorkerProcess:
         self.options, self.worker = options, worker
         self.facts = Facts(options.facts or None)
         self.dice = random.Random(f"worker {options.seed} {options.name}")
+        self.stuck_s = STUCK_S
         self.nodes = list(options.nodes)
         self.open: dict[tuple[str, int], Open] = {}
         self.unstored: list[tuple[str, int]] = []
@@ -140,7 +141,7 @@ class WorkerProcess:
                 self.facts.write("broken", address=room.address, room=room.id, error=error)
                 if self.options.report_errors:
                     self.worker.report_transfer_error(room.address, error)
-            if not await wait_for(item.failed, STUCK_S):
+            if not await wait_for(item.failed, self.stuck_s):
                 self.facts.write("stuck", address=room.address, room=room.id)
         finally:
             self.open.pop(key, None)
@@ -172,7 +173,7 @@ class WorkerProcess:
         request = wire.RoomRequest(self.worker.id, room.id, tokens)
         host = room.address.rpartition(":")[0].strip("[]")
         try:
-            async with asyncio.timeout(STUCK_S):
+            async with asyncio.timeout(self.stuck_s):
                 reader, writer = await asyncio.open_connection(host, wire.stream_port(room.address))
                 item.writer = writer
                 self._move(room, Status.WAITING_FOR_INPUT)
@@ -213,8 +214,10 @@ class WorkerProcess:
 
     async def _report(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_S)
-            self._tally()
+            for _ in range(REPORT_EVERY):
+                await asyncio.sleep(TALLY_S)
+                self._tally()
+            logger.info("tally %s", " ".join(f"{name}={n}" for name, n in self.counts().items()))
 
     async def _look_for_nodes(self) -> None:
         """Learn the nodes' addresses from the store's index: for a worker that was given none."""
@@ -236,15 +239,17 @@ class WorkerProcess:
             await asyncio.sleep(LOOK_S)
 
     def _tally(self) -> None:
-        counts: dict[str, Any] = {
+        self.facts.write("tally", **self.counts(), counters=self.worker.health()["counters"])
+
+    def counts(self) -> dict[str, int]:
+        """Rooms so far; `unserved` are requests for which no node took a room."""
+        return {
             "opened": self.opened,
             "succeeded": self.succeeded,
             "failed": self.failed,
             "open": len(self.open),
             "unserved": self.unserved,
         }
-        self.facts.write("tally", **counts, health=self.worker.health())
-        logger.info("tally %s", " ".join(f"{name}={n}" for name, n in counts.items()))
 
 
 def main(options: WorkerOptions, kind: type[WorkerProcess] = WorkerProcess) -> int:
