@@ -37,6 +37,7 @@ redis.call('PEXPIRE', node, ttl)
 local counts = snapshot(6, FIRST, pending, ARGV[1], ttl)
 redis.call('HSET', node, 'epoch', text(epoch + 1), 'state', 'failed', 'failed_ms', text(now), 'cause', 'node_failed',
     'reason', reason, 'by', by, 'verdict', call, 'verdict_counts', table.concat(counts, ' '))
+redis.call('PEXPIRE', node, ttl) -- again: an address that nobody used has no hash until now
 redis.call('DEL', suspects)
 local total = 0
 for i = 2, #counts, 2 do

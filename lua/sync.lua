@@ -79,10 +79,16 @@ if epoch > 0 and epoch < stored_epoch then
 end
 
 local state = redis.call('HGET', node, 'state')
+
+local function settled()
+    local short = state ~= 'failed' and redis.call('SCARD', rooms) ~= tonumber(ARGV[15])
+    return answer(short and 'RESYNC' or 'OK')
+end
+
 if stored_batch == batch then
     granted = mine[4] == tostring(batch) and '1' or '0'
     renew(false)
-    return answer('OK')
+    return settled()
 end
 if (mode == 'delta' and stored_batch ~= batch - 1) or (stored_batch and stored_batch > batch) then
     renew(false)
@@ -120,7 +126,4 @@ if ARGV[16] ~= '' then
     redis.call('HSET', record, 'bootstrapping', ARGV[16], 'waiting_for_input', ARGV[17], 'transferring', ARGV[18], 'oldest', ARGV[19])
 end
 renew(true)
-if state ~= 'failed' and redis.call('SCARD', rooms) ~= tonumber(ARGV[15]) then
-    return answer('RESYNC')
-end
-return answer('OK')
+return settled()
