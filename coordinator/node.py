@@ -37,6 +37,7 @@ from .store.verdict import register_async
 log = logging.getLogger("coordinator")
 
 INFO_LIMIT = 65536
+MARK_LEASES = 0.25  # pace of marking the address as used
 PAGE = 1000
 
 OnOrphans = Callable[[str, list[int]], object]
@@ -78,6 +79,7 @@ class PrefillNode:
         self._draining: bool | None = None
         self._closed = self._superseded = False
         self._announced_s: float | None = None
+        self._mark_at_s = 0.0
         self._error = ""
         self._last: Registration | None = None
         self.counters = dict.fromkeys(
@@ -128,8 +130,9 @@ class PrefillNode:
             self._store, self._ops, self.address, how, self.instance, epoch, f"node:{self.instance}",
             self._info, self._draining,
         )  # fmt: skip
-        if how == "start":
+        if time.monotonic() >= self._mark_at_s:
             await self._store.run(self._ops.discover([self.address]))
+            self._mark_at_s = time.monotonic() + MARK_LEASES * self.settings.lease_s
         self._announced_s, self._last, self._error = time.monotonic(), answer, ""
         self.counters["renewals"] += 1
         return answer

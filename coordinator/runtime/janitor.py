@@ -15,6 +15,7 @@ from ..store.ops import Op
 from .core import Core, log, wait_for
 
 FORGET_LEASES = 60  # an address without rooms for this many leases is left
+MARK_LEASES = 0.25  # pace of marking addresses as used: found unused, forgiven and reaped within two leases
 BATCH = 200
 
 
@@ -31,7 +32,7 @@ class Janitor:
 
     async def run(self) -> None:
         """Turn for ever; the supervisor restarts it."""
-        self._discover_at_s = time.monotonic() + random.uniform(0.5, 1.0) * self.core.settings.lease_s
+        self._discover_at_s = time.monotonic() + random.uniform(0.5, 1.0) * MARK_LEASES * self.core.settings.lease_s
         while True:
             self.core.supervisor.beat("janitor")
             if not self.core.store_away:
@@ -92,16 +93,17 @@ class Janitor:
         if now < self._discover_at_s:
             return
         core = self.core
-        self._discover_at_s = now + random.uniform(0.8, 1.0) * core.settings.lease_s
+        self._discover_at_s = now + random.uniform(0.8, 1.0) * MARK_LEASES * core.settings.lease_s
         used = [book.address for book in core.ledger.books()]
-        for address in await core.store.once(core.ops.discover(used)):
-            if core.ledger.book(address) is None:
-                listed = await core.store.command("ZRANGE", core.ops.keys.workers(address), "0", "-1")
-                if listed and address not in self._adopted:
-                    log.info("address_adopted address=%s workers=%d", address, len(listed))
-                    self._adopted[address] = tuple(str(worker) for worker in listed)
-            else:
-                self._adopted.pop(address, None)
+        answer = await core.store.once(core.ops.discover(used))
+        unused = set(answer).difference(used)
+        for address in set(self._adopted) - unused:  # its own workers, or its node, are back
+            del self._adopted[address]
+        for address in unused - set(self._adopted):
+            listed = await core.store.command("ZRANGE", core.ops.keys.workers(address), "0", "-1")
+            if listed:
+                log.info("address_adopted address=%s workers=%d", address, len(listed))
+                self._adopted[address] = tuple(str(worker) for worker in listed)
 
     async def _forget(self, now: float) -> None:
         """Leave addresses that had no room for long: nodes come and go, a worker lives for weeks."""

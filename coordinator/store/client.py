@@ -162,7 +162,8 @@ class AsyncStore:
         if not self._pipelines:
             singles: list[T | CoordinatorError] = []
             for op in ops:
-                singles.append(await self._single(op))
+                single = await self._single(op)
+                singles.append(single)
             return singles
         replies = await self._pipeline(ops, by_sha=True)
         missing = [i for i, reply in enumerate(replies) if _is_noscript(reply)]
@@ -172,7 +173,8 @@ class AsyncStore:
                 replies[i] = reply
         results: list[T | CoordinatorError] = []
         for op, reply in zip(ops, replies, strict=True):
-            results.append(await self._result(op, reply))
+            result = await self._result(op, reply)
+            results.append(result)
         return results
 
     async def _pipeline(self, ops: Sequence[Op[T]], by_sha: bool) -> list[Any]:

@@ -11,6 +11,7 @@ replies. The number of connections is small and fixed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -123,7 +124,7 @@ def sync_client(url: str, settings: Settings) -> Any:
 def _client(url: str, settings: Settings, driver: Any, sentinel: Any, no_retry: Any, pool: Any) -> Any:
     """The client of either kind: `driver` is redis or redis.asyncio, the rest are its parts."""
     target = parse_url(url)
-    common = {
+    common: dict[str, Any] = {
         "socket_timeout": settings.call_timeout_s,
         "socket_connect_timeout": settings.call_timeout_s,
         "decode_responses": True,
@@ -135,6 +136,13 @@ def _client(url: str, settings: Settings, driver: Any, sentinel: Any, no_retry: 
         nodes = [driver.cluster.ClusterNode(host, port) for host, port in target.hosts]
         return driver.RedisCluster(startup_nodes=nodes, **auth, **common)
     if target.scheme == "redis+sentinel":
+        common |= _nameless(driver)
         watch = sentinel(list(target.hosts), sentinel_kwargs=dict(common), **common)
         return watch.master_for(target.service, db=target.db, max_connections=CONNECTIONS, **auth)
-    return driver.Redis(connection_pool=pool(common))
+    return driver.Redis(connection_pool=pool({**common, **_nameless(driver)}))
+
+
+def _nameless(driver: Any) -> dict[str, None]:
+    """No CLIENT SETINFO on connect: least privilege forbids it, and each refusal fills the server's ACL log."""
+    known = signature(driver.connection.AbstractConnection.__init__).parameters
+    return {"driver_info": None} if "driver_info" in known else {"lib_name": None, "lib_version": None}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from ..errors import StoreUnavailable
+from ..errors import StoreUnavailable, UnknownAddress
 from ..protocol import Registration, Verdict
 from .ops import Ops
 
@@ -23,10 +23,15 @@ def new_call() -> str:
 
 
 def fail_address(store: SyncStore, ops: Ops, address: str, reason: str, by: str, epoch: int | None = None) -> Verdict:
-    """Fail `address` in `epoch` (None: the current one). FAILED, or STALE if it had failed or moved already."""
+    """Fail `address` in `epoch` (None: the current one). FAILED, or STALE if it had failed or moved already.
+
+    Raises UnknownAddress, StoreUnavailable (repeating the call is safe: it finds the node failed).
+    """
     call, workers = new_call(), ()  # type: tuple[str, tuple[str, ...]]
     if epoch is None:
         epoch = int(store.client.hget(ops.keys.node(address), "epoch") or 0)
+    if epoch == 0:
+        raise UnknownAddress(f"{address}: no worker or node has used it in namespace {ops.settings.namespace!r}")
     for _ in range(ROUNDS):
         verdict = store.run(ops.fail_node(address, epoch, call, by, reason, workers))
         if verdict.outcome != "RETRY":
