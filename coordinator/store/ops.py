@@ -141,7 +141,7 @@ class Ops:
         return Op("drain", self._drain_keys(address, field), args, _read_done)
 
     def discover(self, addresses: Sequence[str]) -> Op[tuple[str, ...]]:
-        """Mark addresses as used; learn of those that nobody marked for over half a lease (marks come twice as fast)."""
+        """Mark addresses as used; learn of those that nobody marked for 0.6 leases (marks come every 0.25)."""
         args: Words = (self._ttl, self._ms(0.6 * self.settings.lease_s), *addresses)
         return Op("discover", (self.keys.addresses,), args, _read_discovered)
 
