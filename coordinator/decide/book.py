@@ -196,7 +196,7 @@ class Book:
             # The latest moment at which the epoch can have ended: rooms opened later belong to the new one.
             self.failed_at_s = now - seen.failed_age_ms / 1000
             cutoff = self.failed_at_s + CLOCK_GRAIN_S
-            if seen.instance and seen.instance == self.seen_instance:
+            if seen.cause == Cause.NODE_RESTARTED and seen.instance == self.seen_instance != "":
                 cutoff = min(cutoff, self.seen_since_s)  # rooms opened since this worker saw it are its own
         outcome.revived |= known.state == FAILED and seen.state != FAILED
         failure = Failure(
