@@ -92,10 +92,11 @@ class Core:
         self.probe_wake.set()
 
     def learn(self, book: Book, view: NodeView) -> None:
-        """Bring in what another call than sync said about a node."""
-        outcome = Outcome()
-        book.learn(view, time.monotonic(), outcome)
-        self.act(book, outcome)
+        """Bring in what another call than sync said about a node: news only, as such a call may answer late."""
+        if view.epoch > book.node.epoch:
+            outcome = Outcome()
+            book.learn(view, time.monotonic(), outcome)
+            self.act(book, outcome)
         self.hurry(book.address)
 
     def act(self, book: Book, outcome: Outcome) -> None:
