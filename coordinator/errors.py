@@ -56,9 +56,16 @@ class WorkerClosed(CoordinatorError):
 
 
 class StoreUnavailable(CoordinatorError):
-    """The store did not answer within the deadline. Every call of this package is idempotent: retry it."""
+    """The store did not answer within the deadline. Every call of this package is idempotent: retry it.
+
+    `word` is the first word of the server's error reply ("OOM", "READONLY", ...) if there was one.
+    """
 
     retry_safe = True
+
+    def __init__(self, text: str, word: str = "") -> None:
+        super().__init__(text)
+        self.word = word
 
 
 class StoreRefused(CoordinatorError):

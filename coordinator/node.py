@@ -86,7 +86,11 @@ class PrefillNode:
             ("renewals", "renew_errors", "orphans_told", "workers_reaped", "callback_errors"), 0
         )
         self._thread = LoopThread(f"coordinator node {self.address}")
-        self._thread.run(self._start())
+        try:
+            self._thread.run(self._start())
+        except BaseException:  # a URL or client that cannot be used: leave no thread behind
+            self._thread.stop()
+            raise
         _living.add(self)
         log.info("node_started address=%s instance=%s store=%s", self.address, self.instance, redact(self.url))
 

@@ -104,7 +104,11 @@ class Worker:
         self._thread = LoopThread(f"coordinator {self.id}")
         self._ledger = Ledger(self.id, time.monotonic, self._wake)
         self._delivery = Delivery(f"coordinator delivery {self.id}")
-        self._thread.run(self._start(probe))
+        try:
+            self._thread.run(self._start(probe))
+        except BaseException:  # a URL or client that cannot be used: leave no thread behind
+            self._thread.stop()
+            raise
         # The hot path without a frame of its own: the same as the methods below.
         self.join = self._ledger.join  # type: ignore[method-assign]
         self.update = self._ledger.update  # type: ignore[method-assign]
@@ -323,6 +327,7 @@ class Worker:
         """Plain data about this worker: never blocks, never raises. `status` is "ok", "degraded" or "closed"."""
         core, now = self._core, time.monotonic()
         addresses = {}
+        watches = core.detector.watches  # read only: the loop's thread owns it
         for book in self._ledger.books():
             addresses[book.address] = {
                 "state": book.state,
@@ -330,9 +335,15 @@ class Worker:
                 "rooms": len(book.rooms),
                 "waiting": len(book.dirty),
                 "watchers": book.watchers,
+                "last_probe": str((watch := watches.get(book.address)) and watch.last or ""),
                 "synced_s_ago": None if book.synced_s is None else round(now - book.synced_s, 3),
             }
         problems = [f"{a} is {view['state']}" for a, view in addresses.items() if view["state"] != "alive"]
+        problems += [
+            f"{a}: {self.settings.health_path} answers 4xx"
+            for a, v in addresses.items()
+            if v["last_probe"] == "misconfigured"
+        ]
         if core.store_away:
             problems.append(f"store: {core.store_error}")
         counters = {**core.counters, "callback_errors": core.counters["callback_errors"] + self._delivery.errors}

@@ -211,7 +211,9 @@ class Book:
             self.refusal = self.refused
             victims = list(self.rooms.values()) if ended or first or seen.state == FAILED else []
         if ended:
-            outcome.acknowledge.append(f"lost:{known.epoch}:{self.worker}")
+            # Its set was moved when its own epoch ended, or, if the store was moved forward past it, with the last one.
+            epochs = sorted({known.epoch, seen.epoch - 1})
+            outcome.acknowledge += [f"lost:{epoch}:{self.worker}" for epoch in epochs]
             self._reset = True
         if seen.state == FAILED and (ended or first):
             cutoff = now + 1e9  # a failed address holds no rooms: what slipped in is refused too
@@ -288,6 +290,13 @@ class Book:
         """A probe answered: this worker no longer gives up on the node."""
         with self.lock:
             self.unreachable = ""
+            self.refusal = self.refused
+
+    def revive(self) -> None:
+        """A probe answered for a failed node while the store is away: joins are taken here; the next probe after
+        the store is back says the same to everybody."""
+        with self.lock:
+            self.node = replace(self.node, state=ALIVE)
             self.refusal = self.refused
 
     @property

@@ -4,7 +4,8 @@ A room is one (worker, address, room). It is open from `opened` to its first `su
 its worker. Only facts are believed, never what should have happened. The rules:
 
 1. Address faults (kill-node, stop-node, restart-node at A). The fault's time is read just before the signal was sent.
-   `until` is when A serves again: the next `serving` of a process at A, or the `back` of a stopped one; else never.
+   `until` is when A is back: the next `announced` of a process at A (rooms opened before it belong to the epoch that
+   ends with the announcement), or the `back` of a stopped one; else never.
    The fault affects every room at A that was opened before `until` and not ended before the fault. That includes
    rooms which a worker opened at the dead node because it did not know yet. Of these
    - failed: `on_failure` was called for a cause that a node's end can have (NODE_CAUSES);
@@ -179,9 +180,10 @@ def _faults(log: Sequence[Fact], nodes: Sequence[tuple[str, Sequence[Fact]]]) ->
             reports.append(FaultReport(fact["kind"], fact["t"], fact.get("address", ""), fact.get("worker", "")))
     for report in reports:
         if report.kind in FAILING or report.kind == START_NODE:
-            serving = [f["t"] for at, facts in nodes if at == report.address for f in facts if f["event"] == "serving"]
+            lives = [facts for address, facts in nodes if address == report.address]
+            known = [f["t"] for facts in lives for f in facts if f["event"] == "announced"]
             back = [f["t"] for f in log if f["event"] == "back" and f["address"] == report.address]
-            report.until = min((t for t in serving + back if t > report.t), default=_NEVER)
+            report.until = min((t for t in known + back if t > report.t), default=_NEVER)
     return reports
 
 

@@ -13,7 +13,9 @@
     broken     address, room, error                   the transfer broke; evidence, no verdict
     stuck      address, room                          open for far too long, or open when the worker was closed
     orphans    worker, rooms                          a node was told that this worker died with these rooms
+    waiting    -                                      a node holds its port and listens when it is told to
     serving    -                                      a node listens
+    announced  -                                      the store knows this life of the node
     tally      counters of the process so far
     fault, back                                       the orchestrator did something, or undid it
 

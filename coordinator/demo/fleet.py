@@ -86,7 +86,7 @@ class Fleet:
         self._paths = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 
     def start_node(self, address: str, *, wait: bool = False) -> Child:
-        """Start a node process for `address`; with `wait` it takes the port only after `go()`."""
+        """Start a node process for `address`; with `wait` it listens only after `go()`."""
         name = f"node-{address.rpartition(':')[2]}-{len(self.children)}"
         options = NodeOptions(address, facts=str(self._facts(name)), parent=os.getpid(), wait=wait)
         return self._start("node", name, address, module=NODE_MODULE, argument=encode(options))
@@ -142,6 +142,8 @@ class Fleet:
         chosen = list(children)
         for child in chosen:
             child.expected = True
+            if child.process.stdin is not None and not child.process.stdin.closed:
+                child.process.stdin.close()
             child.signal(signal.SIGTERM)
             if child.stopped:
                 self.resume(child)
@@ -151,8 +153,6 @@ class Fleet:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self.kill(child)
-            if child.process.stdin is not None and not child.process.stdin.closed:
-                child.process.stdin.close()
 
     def _facts(self, name: str) -> Path:
         return self.folder / f"{name}.facts"

@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 
+import redis.asyncio  # noqa: F401  (a node that is started must not spend its first 200 ms on this)
 from aiohttp import web
 
 from .. import PrefillNode
@@ -38,7 +40,7 @@ class NodeProcess:
 
     def __init__(self, options: NodeOptions) -> None:
         self.address = canonical(options.address)
-        self.url = options.url
+        self.url, self.wait = options.url, options.wait
         host, _, port = self.address.rpartition(":")
         self.bind = options.bind or host.strip("[]")
         self.port = int(port)
@@ -52,12 +54,17 @@ class NodeProcess:
         stop = stop_on_signals()
         loop = asyncio.get_running_loop()
         self.facts.write("start", role="node", id=self.instance, pid=os.getpid(), address=self.address)
+        ports = [_bound(self.bind, port) for port in (self.port, self.port + 1)]
         app = web.Application()
         app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, self.bind, self.port, backlog=_BACKLOG).start()
-        streams = await asyncio.start_server(self._stream, self.bind, self.port + 1, backlog=_BACKLOG)
+        if self.wait:
+            self.facts.write("waiting")
+            if not await asyncio.to_thread(wait_for_go):
+                return
+        await web.SockSite(runner, ports[0], backlog=_BACKLOG).start()
+        streams = await asyncio.start_server(self._stream, sock=ports[1], backlog=_BACKLOG)
         self.facts.write("serving")
         logger.info("serving address=%s instance=%s", self.address, self.instance)
 
@@ -67,15 +74,25 @@ class NodeProcess:
             asyncio.run_coroutine_threadsafe(self._free(worker, rooms), loop).result(5)
 
         info = {"stream_port": self.port + 1, "pid": os.getpid()}
-        async with PrefillNode(self.address, self.url, instance=self.instance, info=info, on_orphans=on_orphans):
+        async with PrefillNode(
+            self.address, self.url, instance=self.instance, info=info, on_orphans=on_orphans
+        ) as node:
+            announcing = asyncio.create_task(self._announced(node))
             while not await wait_for(stop, TALLY_S):
                 self._tally()
+            announcing.cancel()
         self._tally()
         streams.close()
         for task in list(self.held.values()):
             if task is not None:
                 task.cancel()
         await runner.cleanup()
+
+    async def _announced(self, node: PrefillNode) -> None:
+        """Record that the store knows this instance: rooms opened from now on are this life's."""
+        while not await asyncio.to_thread(node.wait_announced, 1.0):
+            logger.warning("not_announced_yet address=%s", self.address)
+        self.facts.write("announced")
 
     async def _health(self, request: web.Request) -> web.Response:
         self.probes += 1
@@ -128,11 +145,18 @@ class NodeProcess:
         )
 
 
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that holds the port but does not listen yet: beside the predecessor's, so that a restart is quick."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    bound.bind((host, port))
+    return bound
+
+
 def main(options: NodeOptions) -> int:
     """Run a node until it is told to end. Raises ConfigError, InvalidAddress, OSError (port in use)."""
     process = NodeProcess(options)
-    if options.wait and not wait_for_go():
-        return 0
     asyncio.run(process.run())
     return 0
 

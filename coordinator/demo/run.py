@@ -143,7 +143,7 @@ class _Run:
             self._say(f"planned: {planned.fault} {self._target(planned)}")
         self.nodes = [self.fleet.start_node(address) for address in self.addresses]
         self.workers = [self._start_worker(index) for index in range(o.workers)]
-        self.fleet.wait_for(self.nodes, "serving")
+        self.fleet.wait_for(self.nodes, "announced")
         self.fleet.wait_for(self.workers, "start")
         self.watch.start()
         self.start = time.monotonic()
@@ -200,8 +200,12 @@ class _Run:
             target = planned.target
             if planned.fault.kind != RESTART_NODE or planned.fault.at_s - now > STANDBY_S or target is None:
                 continue
-            if target not in self.standby:
-                self.standby[target] = self.fleet.start_node(self.addresses[target], wait=True)
+            self._successor(target)
+
+    def _successor(self, index: int) -> Child:
+        if index not in self.standby:
+            self.standby[index] = self.fleet.start_node(self.addresses[index], wait=True)
+        return self.standby[index]
 
     def _continue_stopped(self, now: float) -> None:
         for at_s, index in [item for item in self.continues if item[0] <= now]:
@@ -212,6 +216,8 @@ class _Run:
 
     def _strike(self, planned: Planned) -> None:
         kind, index = planned.fault.kind, planned.target
+        if kind == RESTART_NODE and index is not None:
+            self.fleet.wait_for([self._successor(index)], "waiting")
         self._say(f"{kind} {self._target(planned)}")
         if index is None:
             self.log.write("fault", kind=kind)
@@ -236,8 +242,7 @@ class _Run:
             return
         self.fleet.kill(node)
         if kind == RESTART_NODE:
-            successor = self.standby.pop(index) if index in self.standby else None
-            self.nodes[index] = successor or self.fleet.start_node(node.address, wait=True)
+            self.nodes[index] = self.standby.pop(index)
             self.nodes[index].go()
 
     def _pause_store(self) -> None:

@@ -16,6 +16,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import aiohttp  # noqa: F401  (the first probe and the first sync must not wait for these)
+import redis.asyncio  # noqa: F401
+
 from .. import Failure, Room, Settings, Status, Worker
 from ..errors import CoordinatorError, JoinRefused
 from . import trace, wire

@@ -16,7 +16,7 @@ from ..decide.book import Book, Outcome
 from ..decide.detector import Detector
 from ..decide.ledger import Ledger, Room
 from ..protocol import NodeView
-from ..rooms import Failure
+from ..rooms import Cause, Failure
 from ..store.client import AsyncStore
 from ..store.ops import Ops
 from .deliver import Delivery
@@ -111,6 +111,7 @@ class Core:
         if outcome.ended or outcome.revived:
             self.detector.renew(address)
         self.failed(outcome.failed)
+        self.count("aborts", sum(failure.cause is Cause.ABORTED for _, failure in outcome.failed))
         for name in outcome.acknowledge:
             self.acknowledge.append((address, name))
         for worker in outcome.expired:

@@ -48,6 +48,7 @@ class Heartbeat:
     probe: Probe
     lateness: Lateness = field(default_factory=lambda: Lateness(time.monotonic()))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _warned: set[tuple[str, str]] = field(default_factory=set)
 
     async def run(self) -> None:
         """Turn for ever; the supervisor restarts it."""
@@ -109,6 +110,7 @@ class Heartbeat:
             self._misconfigured(book, sight)
         if sight.evidence is not Evidence.OK:
             return
+        self._warned.discard(("misconfigured", book.address))
         core.answered(book.address)
         if book.unreachable:
             book.reachable()
@@ -121,24 +123,39 @@ class Heartbeat:
                 core.store, core.ops, book.address, "probe", sight.instance, epoch, book.worker
             )
         except StoreUnavailable:
-            if other and book.node.instance:
-                core.ended(book.address)
-                core.failed(book.fail_replaced())
+            self._answers_meanwhile(book, other)
             return
         self._registered(book, answer)
 
+    def _answers_meanwhile(self, book: Book, other: bool) -> None:
+        """The store is away: what a good answer means is done here, for this worker alone."""
+        core = self.core
+        if other and book.node.instance:
+            core.ended(book.address)
+            core.failed(book.fail_replaced())
+        if book.node.state == FAILED:
+            book.revive()
+            core.detector.renew(book.address)
+            log.info("node_answers address=%s hint='the store is away: known here only'", book.address)
+
     def _misconfigured(self, book: Book, sight: Sight) -> None:
-        if self.core.counters["misconfigured"] == 0:
+        if self._warn_once("misconfigured", book.address):
             log.error(
                 "health_misconfigured address=%s answer=%r path=%s hint='set COORDINATOR_HEALTH_PATH'",
                 book.address, sight.detail, self.core.settings.health_path,
             )  # fmt: skip
         self.core.count("misconfigured")
 
+    def _warn_once(self, what: str, address: str) -> bool:
+        """True the first time: one line per transition, none per probe."""
+        first = (what, address) not in self._warned
+        self._warned.add((what, address))
+        return first
+
     def _registered(self, book: Book, answer: Registration) -> None:
         if answer.outcome == "REPLACED":
             self.core.count("instances_replaced")
-        if answer.outcome == "PAST":
+        if answer.outcome == "PAST" and self._warn_once("past", book.address):
             log.warning("instance_past address=%s hint='several instances answer at one address'", book.address)
         self.core.hurry(book.address)
 

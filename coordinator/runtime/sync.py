@@ -26,6 +26,7 @@ class SyncLoop:
     core: Core
     _tick_at: dict[str, float] = field(default_factory=dict)
     _retry_at: dict[str, float] = field(default_factory=dict)
+    _said: dict[str, str] = field(default_factory=dict)  # the error logged last, by address
     _blocked_until_s: float = 0.0
     _pause: Callable[[], float] = field(default_factory=delays)
     _quiet: int = 0
@@ -71,6 +72,7 @@ class SyncLoop:
             else:
                 good += 1
                 self._retry_at.pop(book.address, None)
+                self._said.pop(book.address, None)
                 self._answered(book, batch, reply, now)
         if good:
             self.core.store_works()
@@ -80,11 +82,12 @@ class SyncLoop:
             self._blocked_until_s = now + self._pause()
 
     def _failed(self, book: Book, error: CoordinatorError, now: float) -> None:
-        if isinstance(error, StoreUnavailable) and "OOM" in str(error):
+        if isinstance(error, StoreUnavailable) and error.word == "OOM":
             book.retract(now + FULL_PAUSE_S)
             return
         self._retry_at[book.address] = now + random.uniform(0.5, 1.0) * self.core.settings.tick_s
-        if not isinstance(error, StoreUnavailable):
+        if not isinstance(error, StoreUnavailable) and self._said.get(book.address) != str(error):
+            self._said[book.address] = str(error)
             log.error("sync_failed address=%s error=%r", book.address, str(error))
 
     def _answered(self, book: Book, batch: Batch, reply: SyncReply, now: float) -> None:
@@ -95,7 +98,6 @@ class SyncLoop:
         if reply.status is SyncStatus.FENCED:
             self.core.count("fenced")
             log.warning("lease_lost address=%s worker=%s", book.address, book.worker)
-        self.core.count("aborts", len(reply.aborted))
         outcome = book.apply(batch, reply, now)
         self.core.act(book, outcome)
         if reply.node.state == SUSPECT:
@@ -125,3 +127,4 @@ class SyncLoop:
         """The address is no longer in use."""
         self._tick_at.pop(address, None)
         self._retry_at.pop(address, None)
+        self._said.pop(address, None)

@@ -34,6 +34,16 @@ TRANSIENT = (
     "ASK",
     "NOMASTERLINK",
 )
+STRIPPED = {
+    "OutOfMemoryError": "OOM",
+    "ReadOnlyError": "READONLY",
+    "BusyLoadingError": "LOADING",
+    "ClusterDownError": "CLUSTERDOWN",
+    "MasterDownError": "MASTERDOWN",
+    "TryAgainError": "TRYAGAIN",
+    "MovedError": "MOVED",
+    "AskError": "ASK",
+}
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.02, 0.5
 
 
@@ -44,14 +54,15 @@ def classify(exc: BaseException) -> CoordinatorError:
     if isinstance(exc, CoordinatorError):
         return exc
     text = str(exc).strip()
-    first = text.removeprefix("ERR ").partition(" ")[0].rstrip(":")
+    # The driver turns some first words into classes and strips them from the text.
+    first = STRIPPED.get(type(exc).__name__) or text.removeprefix("ERR ").partition(" ")[0].rstrip(":")
     if isinstance(exc, (rex.AuthenticationError, rex.NoPermissionError, rex.AuthorizationError)):
         return StoreRefused(f"the store refused: {text}")
     if first in ("NOPERM", "NOAUTH", "WRONGPASS", "WRONGTYPE"):
         return StoreRefused(f"the store refused: {text}")
     passing = (rex.ConnectionError, rex.TimeoutError, rex.ClusterDownError, OSError)
     if isinstance(exc, passing) or first in TRANSIENT or any(f"-{word}" in text for word in TRANSIENT):
-        return StoreUnavailable(f"the store does not answer: {text or type(exc).__name__}")
+        return StoreUnavailable(f"the store does not answer: {text or type(exc).__name__}", first)
     if isinstance(exc, rex.RedisError):
         return ScriptFault(f"the store answered an error: {text}")
     return ScriptFault(f"{type(exc).__name__}: {text}")
@@ -160,11 +171,7 @@ class AsyncStore:
         if not ops:
             return []
         if not self._pipelines:
-            singles: list[T | CoordinatorError] = []
-            for op in ops:
-                single = await self._single(op)
-                singles.append(single)
-            return singles
+            return list(await asyncio.gather(*[self._single(op) for op in ops]))
         replies = await self._pipeline(ops, by_sha=True)
         missing = [i for i, reply in enumerate(replies) if _is_noscript(reply)]
         if missing:
@@ -188,7 +195,7 @@ class AsyncStore:
         except (TimeoutError, rex.RedisError, OSError) as exc:
             return [exc] * len(ops)
 
-    async def _single(self, op: Op[T]) -> T | CoordinatorError:
+    async def _single(self, op: Op[Any]) -> Any:
         import redis.exceptions as rex
 
         reply: Any
@@ -212,7 +219,9 @@ class AsyncStore:
 
     async def _after_error(self, exc: BaseException) -> None:
         """A server that became a replica keeps its connections: drop them, so that the primary is found anew."""
-        if "READONLY" in str(exc) and self._pipelines:
+        from redis.exceptions import ReadOnlyError
+
+        if isinstance(exc, ReadOnlyError) and self._pipelines:
             await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def aclose(self) -> None:
@@ -236,5 +245,7 @@ def _is_noscript(reply: Any) -> bool:
 
 
 def _after_error_sync(client: Any, exc: BaseException) -> None:
-    if "READONLY" in str(exc) and hasattr(client, "connection_pool"):
+    from redis.exceptions import ReadOnlyError
+
+    if isinstance(exc, ReadOnlyError) and hasattr(client, "connection_pool"):
         client.connection_pool.disconnect()
