@@ -335,7 +335,7 @@ class Worker:
                 "rooms": len(book.rooms),
                 "waiting": len(book.dirty),
                 "watchers": book.watchers,
-                "last_probe": str((watch := watches.get(book.address)) and watch.last or ""),
+                "last_probe": str(((watch := watches.get(book.address)) and watch.last) or ""),
                 "synced_s_ago": None if book.synced_s is None else round(now - book.synced_s, 3),
             }
         problems = [f"{a} is {view['state']}" for a, view in addresses.items() if view["state"] != "alive"]
