@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 import random
+import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -361,3 +363,12 @@ def test_settings_come_from_the_environment(redis_url: str, monkeypatch: pytest.
     with Worker(name="a") as worker:
         assert (worker.url, worker.settings.tick_s) == (redis_url, 0.07)
         assert worker.settings == Settings(url=redis_url, tick_s=0.07)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "redis://", "redis://127.0.0.1:1/x"])
+def test_bad_url_is_refused_and_leaves_no_thread(url: str) -> None:
+    """A URL that cannot mean a store is a ConfigError that names it, and no thread is left behind."""
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=re.escape(repr(url))):
+        Worker(url)
+    assert threading.active_count() == before
