@@ -22,7 +22,12 @@ def worker(name: str, *facts: Fact) -> list[Fact]:
 
 def node(address: str, *facts: Fact, start: float = 0) -> list[Fact]:
     """A node process's file."""
-    return [at(start, "start", role="node", id="i", pid=2, address=address), at(start, "serving"), *facts]
+    return [
+        at(start, "start", role="node", id="i", pid=2, address=address),
+        at(start, "serving"),
+        at(start, "announced"),
+        *facts,
+    ]
 
 
 def opened(ms: float, room: int, address: str = A) -> Fact:
