@@ -209,7 +209,7 @@ def _read_aborted(r: list[Any]) -> bool:
 def _read_page(r: list[Any]) -> Page:
     if r[0] != "ROOMS":
         raise ValueError(f"unknown status {r[0]!r}")
-    return Page(str(r[1]), tuple(int(room) for room in r[2]))
+    return Page(str(r[1]), tuple(map(int, r[2].split())))
 
 
 def _read_done(r: list[Any]) -> None:
