@@ -24,7 +24,7 @@ if n[3] == call and stored == epoch + 1 then
     return {'FAILED', text(stored), counts}
 end
 if stored ~= epoch or n[2] == 'failed' then
-    local age = n[5] and now - tonumber(n[5]) or -1
+    local age = n[5] and math.max(0, now - tonumber(n[5])) or -1
     return {'STALE', text(stored), n[2] or 'alive', text(age), n[6] or '', n[7] or '', n[8] or ''}
 end
 local listed = redis.call('ZRANGE', workers, '0', '-1')

@@ -25,7 +25,7 @@ local granted = '0'
 
 local function answer(status)
     local n = redis.call('HMGET', node, 'epoch', 'state', 'failed_ms', 'cause', 'reason', 'by', 'instance', 'draining')
-    local age = n[3] and now - tonumber(n[3]) or -1
+    local age = n[3] and math.max(0, now - tonumber(n[3])) or -1 -- 0 if the clock stepped back: -1 means never
     local marks = {}
     if redis.call('EXISTS', aborts) == 1 then
         marks = redis.call('HSCAN', aborts, '0', 'COUNT', '100')[2]
@@ -69,10 +69,11 @@ if stored_epoch == nil or epoch > stored_epoch then
     end
 end
 
--- Rooms of an ended epoch. What the set still holds is deleted, unless this worker has already moved on.
+-- Rooms of an ended epoch. What the set still holds is deleted, and what was marked, unless this worker has already
+-- moved on: a mark must not meet the next opening of the same number.
 if epoch > 0 and epoch < stored_epoch then
     if not mine[2] or tonumber(mine[2]) < stored_epoch then
-        redis.call('UNLINK', rooms)
+        redis.call('UNLINK', rooms, aborts)
     end
     renew(false)
     return answer('STALE')
