@@ -49,6 +49,7 @@ __all__ = ["DemoOptions", "Fault", "parse_fault", "render", "run_demo"]
 STANDBY_S = 2.5
 STEP_S = 0.1
 _EVENTS_SHOWN = 8
+STARTING = (START_NODE, RESTART_NODE)
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, Any]:
@@ -195,10 +196,10 @@ class _Run:
         time.sleep(min(STEP_S, max(0.0, next_fault)))
 
     def _prepare(self, now: float) -> None:
-        """Have the successor of a node that will be restarted ready, so that the restart takes milliseconds."""
+        """Have the process of a node that will be started ready, so that the start takes milliseconds."""
         for planned in self.pending:
             target = planned.target
-            if planned.fault.kind != RESTART_NODE or planned.fault.at_s - now > STANDBY_S or target is None:
+            if planned.fault.kind not in STARTING or planned.fault.at_s - now > STANDBY_S or target is None:
                 continue
             self._successor(target)
 
@@ -216,7 +217,7 @@ class _Run:
 
     def _strike(self, planned: Planned) -> None:
         kind, index = planned.fault.kind, planned.target
-        if kind == RESTART_NODE and index is not None:
+        if kind in STARTING and index is not None:
             self.fleet.wait_for([self._successor(index)], "waiting")
         self._say(f"{kind} {self._target(planned)}")
         if index is None:
@@ -233,7 +234,7 @@ class _Run:
             self._strike_node(kind, index, node, planned.fault.at_s)
         elif kind == START_NODE:
             self.log.write("fault", kind=kind, address=self.addresses[index])
-            self.nodes[index] = self.fleet.start_node(self.addresses[index])
+            self._replace(index)
 
     def _strike_node(self, kind: str, index: int, node: Child, at_s: float) -> None:
         if kind == STOP_NODE:
@@ -242,8 +243,11 @@ class _Run:
             return
         self.fleet.kill(node)
         if kind == RESTART_NODE:
-            self.nodes[index] = self.standby.pop(index)
-            self.nodes[index].go()
+            self._replace(index)
+
+    def _replace(self, index: int) -> None:
+        self.nodes[index] = self.standby.pop(index)
+        self.nodes[index].go()
 
     def _pause_store(self) -> None:
         self._on_store("CLIENT", "PAUSE", str(round(PAUSED_S * 1000)), "ALL")

@@ -30,7 +30,8 @@ __all__ = ["WorkerOptions", "WorkerProcess", "main"]
 
 logger = logging.getLogger("coordinator.demo.worker")
 
-STORED_S = 0.05
+STORED_S = 0.1
+FLUSH_S = 0.5
 TALLY_S = 2.0
 REPORT_EVERY = 5  # one of so many tallies is logged
 FOREVER_S = 10 * 365 * 86400.0
@@ -207,7 +208,7 @@ class WorkerProcess:
             await asyncio.sleep(STORED_S)
             rooms, self.unstored = self.unstored, []
             try:
-                if rooms and await self.worker.aflush(STORED_S):
+                if rooms and await self.worker.aflush(FLUSH_S):
                     self.facts.write("stored", rooms=rooms)
                 else:
                     self.unstored = rooms + self.unstored
