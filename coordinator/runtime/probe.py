@@ -64,7 +64,7 @@ class HttpProbe:
             ) as reply:
                 instance = clean_instance(reply.headers.get(s.instance_header, "")) if s.instance_header else ""
                 if not instance and s.instance_field and reply.status == 200:
-                    instance = read_field(await reply.content.read(BODY_LIMIT), s.instance_field)
+                    instance = read_field(await _body(reply), s.instance_field)
                 return Sight(from_status(reply.status), instance, f"HTTP {reply.status}")
         except aiohttp.ClientError as exc:
             return from_client_error(exc)
@@ -74,6 +74,16 @@ class HttpProbe:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+async def _body(reply: aiohttp.ClientResponse) -> bytes:
+    """The first BODY_LIMIT bytes of a body, however many pieces it comes in."""
+    body = bytearray()
+    async for piece in reply.content.iter_any():
+        body += piece
+        if len(body) >= BODY_LIMIT:
+            break
+    return bytes(body[:BODY_LIMIT])
 
 
 def from_status(status: int) -> Evidence:
