@@ -52,6 +52,12 @@ class Supervisor:
             try:
                 await loop()
                 error = "it returned"
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                error = "CancelledError: something it waited for was cancelled"  # not this loop: it goes on
+                log.exception("loop_restarted name=%s", name)
             except Exception as exc:  # the reason for this class: whatever it is, the loop goes on
                 error = f"{type(exc).__name__}: {exc}"
                 log.exception("loop_restarted name=%s", name)
