@@ -1,4 +1,4 @@
-# make demo | test | check | clean     needs Python 3.11 or newer and make; everything else goes into .venv
+# make demo | test | check | test-lowest | clean     needs Python 3.11 or newer and make; everything else goes into .venv
 # make test ARGS='-k embedded -x'      arguments for pytest; make demo ARGS='--seconds 30' likewise
 
 ARGS ?=
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test check clean
+.PHONY: demo test test-lowest check clean
 
 demo: $(VENV)/.for-demo
 	$(BIN)/coordinator demo $(ARGS)
@@ -20,8 +20,18 @@ check: $(VENV)/.for-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The core on the lowest versions that pyproject.toml allows: it lives in environments that are not ours.
+LOW := .venv-lowest
+test-lowest: $(LOW)/.ready
+	$(LOW)/bin/python -m pytest tests/test_worker.py tests/test_node.py tests/test_backends.py tests/test_client.py $(ARGS)
+
+$(LOW)/.ready: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv --clear $(LOW)
+	$(LOW)/bin/python -m pip -qq --disable-pip-version-check install -e '.[embedded,test]' redis==5.0.8 aiohttp==3.9.0
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOW) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are newer than pyproject.toml once the packages that it names are installed.
