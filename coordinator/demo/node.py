@@ -41,6 +41,7 @@ class NodeProcess:
     def __init__(self, options: NodeOptions) -> None:
         self.address = canonical(options.address)
         self.url, self.wait = options.url, options.wait
+        self.share = bool(options.parent)  # the orchestrator starts successors; nobody else may share a port
         host, _, port = self.address.rpartition(":")
         self.bind = options.bind or host.strip("[]")
         self.port = int(port)
@@ -54,7 +55,7 @@ class NodeProcess:
         stop = stop_on_signals()
         loop = asyncio.get_running_loop()
         self.facts.write("start", role="node", id=self.instance, pid=os.getpid(), address=self.address)
-        ports = [_bound(self.bind, port) for port in (self.port, self.port + 1)]
+        ports = [_bound(self.bind, port, self.share) for port in (self.port, self.port + 1)]
         app = web.Application()
         app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -145,11 +146,12 @@ class NodeProcess:
         )
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that holds the port but does not listen yet: beside the predecessor's, so that a restart is quick."""
+def _bound(host: str, port: int, share: bool) -> socket.socket:
+    """A socket that holds the port but does not listen yet; `share`: beside the predecessor's, for a quick restart."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if share:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     bound.bind((host, port))
     return bound
 

@@ -59,7 +59,7 @@ class WorkerProcess:
         self.options, self.worker = options, worker
         self.facts = Facts(options.facts or None)
         self.dice = random.Random(f"worker {options.seed} {options.name}")
-        self.stuck_s = STUCK_S
+        self.stuck_s, self.ending = STUCK_S, False
         self.nodes = list(options.nodes)
         self.open: dict[tuple[str, int], Open] = {}
         self.unstored: list[tuple[str, int]] = []
@@ -98,6 +98,7 @@ class WorkerProcess:
                 await asyncio.wait({*self.tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
             self.facts.write("drained")
             await stop.wait()
+        self.ending = True
         for task in (schedule, *helpers, *self.tasks):
             task.cancel()
         for address, room in self.open:
@@ -149,7 +150,7 @@ class WorkerProcess:
                 self.facts.write("stuck", address=room.address, room=room.id)
         finally:
             self.open.pop(key, None)
-            if room.leave():
+            if not self.ending and room.leave():  # at the end the worker's close reports them to their nodes
                 self.facts.write("left", address=room.address, room=room.id)
 
     def _join(self) -> Open | None:
