@@ -10,6 +10,7 @@ from servers import FakeLane, Server
 
 from coordinator.decide.book import Book, Outcome
 from coordinator.decide.ledger import Ledger
+from coordinator.protocol import NodeView
 from coordinator.rooms import Cause
 
 
@@ -61,3 +62,36 @@ def round_trip(lab: Lab, book: Book, now: float) -> Outcome:
 def replace_clock(ledger: Ledger, now: float) -> Ledger:
     ledger._clock = lambda: now
     return ledger
+
+
+def test_G8_a_restart_is_seen_even_if_the_store_lost_its_data_in_the_same_moment(lab: Lab) -> None:
+    """Emptied, and the next instance registers before the owner syncs: the epoch is 1 again, the old rooms fail."""
+    ledger = Ledger(A, lambda: 1.0)
+    lab.node("life-1")
+    ledger.join(N, 7)
+    book = ledger.book(N)
+    assert book is not None
+    for now in (2.0, 2.5):
+        round_trip(lab, book, now)
+    lab.client.flushall()
+    lab.node("life-2")
+    outcome = round_trip(lab, book, now=3.0)
+    assert [(room.id, failure.cause) for room, failure in outcome.failed] == [(7, Cause.NODE_RESTARTED)]
+    assert outcome.ended
+    replace_clock(ledger, 4.0).join(N, 8)
+    for now in (5.0, 6.0, 7.0):
+        assert round_trip(lab, book, now).failed == []
+    assert lab.client.smembers(lab.keys.rooms(N, A)) == {"8"}
+
+
+def test_G6_an_instance_that_became_known_meanwhile_replaced_nobody() -> None:
+    """A probe saw it before the store knew any; the store's answer came before its own trouble: no room fails."""
+    ledger = Ledger(A, lambda: 1.0)
+    ledger.join(N, 7)
+    book = ledger.book(N)
+    assert book is not None
+    assert book.saw_instance("life-1", 2.0)
+    book.learn(NodeView(1, instance="life-1"), 3.0, Outcome())
+    assert book.fail_replaced() == []
+    assert book.saw_instance("life-2", 4.0)
+    assert [room.id for room, _ in book.fail_replaced()] == [7]

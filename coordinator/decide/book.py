@@ -220,6 +220,22 @@ class Book:
         if victims and cutoff is not None:
             outcome.failed += [(room, failure) for room in self.fail_rooms(victims, failure, cutoff)]
         outcome.ended |= ended or (seen.state == FAILED and known.state != FAILED)
+        if seen.epoch == known.epoch and FAILED not in (known.state, seen.state):
+            self._replaced_unseen(known, now, outcome)
+
+    def _replaced_unseen(self, known: NodeView, now: float, outcome: Outcome) -> None:
+        """Another instance in the same epoch: the store lost its data, and that instance registered before this worker
+        wrote what it knows. Its rooms of the former one fail all the same."""
+        new = self.node.instance
+        if not known.instance or not new or known.instance == new:
+            return
+        reason = f"instance {known.instance} was replaced by {new}"
+        failure = Failure(Cause.NODE_RESTARTED, reason, self.address, known.epoch, self.worker)
+        with self.lock:
+            victims = list(self.rooms.values())
+        since = self.seen_since_s if new == self.seen_instance else now
+        outcome.failed += [(room, failure) for room in self.fail_rooms(victims, failure, since)]
+        outcome.ended = True
 
     def _fenced(self, outcome: Outcome) -> None:
         """This worker was reaped here: the node was told about what the store held, so those rooms are lost."""
@@ -270,7 +286,12 @@ class Book:
         return instance != self.node.instance
 
     def fail_replaced(self) -> list[tuple[Room, Failure]]:
-        """Another instance answers and the store is away: fail the rooms opened before it was first seen."""
+        """Another instance answers and the store is away: fail the rooms opened before it was first seen.
+
+        Judged now, not when the store was asked: by then it may have become the instance that the store knows.
+        """
+        if self.node.instance in ("", self.seen_instance):
+            return []
         reason = f"instance {self.node.instance} was replaced by {self.seen_instance}"
         failure = Failure(Cause.NODE_RESTARTED, reason, self.address, self.node.epoch, self.worker)
         with self.lock:
@@ -296,7 +317,8 @@ class Book:
         """A probe answered for a failed node while the store is away: joins are taken here; the next probe after
         the store is back says the same to everybody."""
         with self.lock:
-            self.node = replace(self.node, state=ALIVE)
+            # Which instance it is the store will say: it may have changed with the failure, in this very epoch.
+            self.node = replace(self.node, state=ALIVE, instance=self.seen_instance)
             self.refusal = self.refused
 
     @property
