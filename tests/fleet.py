@@ -41,8 +41,8 @@ PATIENCE_S = 20.0  # how long a test waits for what should come soon; machines a
 def fast(**given: Any) -> Settings:
     """Settings with short times; `given` over them."""
     values: dict[str, Any] = {
-        "tick_s": 0.05, "lease_s": 1.5, "flush_s": 0.002, "retention_s": 30.0, "linger_s": 2.0,
-        "probe_interval_s": 0.2, "probe_timeout_s": 0.4, "call_timeout_s": 0.5, "retry_s": 3.0,
+        "tick_s": 0.05, "lease_s": 2.0, "flush_s": 0.002, "retention_s": 30.0, "linger_s": 2.0,
+        "probe_interval_s": 0.2, "probe_timeout_s": 0.8, "call_timeout_s": 1.0, "retry_s": 3.0,
     }  # fmt: skip
     return Settings(**{**values, **given})
 
