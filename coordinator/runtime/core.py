@@ -35,6 +35,7 @@ COUNTERS = (
     "votes",
     "verdicts",
     "probes",
+    "misses",
     "probe_errors",
     "late_dropped",
     "instances_replaced",

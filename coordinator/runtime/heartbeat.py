@@ -85,6 +85,7 @@ class Heartbeat:
             core.count("probes")
             sight = await look(self.probe, address, core.settings.probe_timeout_s)
             now = time.monotonic()
+            before = core.detector.watch(address).misses
             act = core.detector.observe(
                 address, sight.evidence, now,
                 reason=sight.detail,
@@ -92,6 +93,7 @@ class Heartbeat:
                 store_away=core.store_away,
                 failed=book.node.state == FAILED,
             )  # fmt: skip
+            core.count("misses", int(core.detector.watch(address).misses > before))
             if act is Act.AGAIN:
                 core.counters["late_dropped"] = core.detector.dropped_late
                 core.probe_wake.set()
