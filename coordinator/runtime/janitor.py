@@ -4,13 +4,14 @@ forgets addresses that this worker no longer uses. Nothing here is urgent and ev
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CoordinatorError
+from ..errors import CoordinatorError, StoreUnavailable
 from ..store.ops import Op
 from .core import Core, log, wait_for
 
@@ -35,12 +36,13 @@ class Janitor:
         self._discover_at_s = time.monotonic() + random.uniform(0.5, 1.0) * MARK_LEASES * self.core.settings.lease_s
         while True:
             self.core.supervisor.beat("janitor")
-            if not self.core.store_away:
-                await self._acknowledge()
-                await self._drop(time.monotonic())
-                await self._reap()
-                await self._discover(time.monotonic())
-                await self._forget(time.monotonic())
+            with contextlib.suppress(StoreUnavailable):  # the sync loop says so; chores wait for the next tick
+                if not self.core.store_away:
+                    await self._acknowledge()
+                    await self._drop(time.monotonic())
+                    await self._reap()
+                    await self._discover(time.monotonic())
+                    await self._forget(time.monotonic())
             await wait_for(self.core.chore_wake, self.core.settings.tick_s)
 
     async def _many(self, ops: list[Op[Any]]) -> list[Any]:
@@ -49,10 +51,11 @@ class Janitor:
     async def _acknowledge(self) -> None:
         """Say that the rooms of a snapshot were failed here; it stays readable for a while, then it is freed."""
         core = self.core
-        todo, core.acknowledge = core.acknowledge[:BATCH], core.acknowledge[BATCH:]
-        linger = core.settings.linger_s
+        todo, linger = core.acknowledge[:BATCH], core.settings.linger_s
         ops = [core.ops.drain_ack(address, name, core.ledger.worker, linger) for address, name in todo]
-        for (address, name), answer in zip(todo, await self._many(ops), strict=True):
+        answers = await self._many(ops)
+        del core.acknowledge[: len(todo)]  # only now: what raised above is tried again
+        for (address, name), answer in zip(todo, answers, strict=True):
             if isinstance(answer, CoordinatorError):
                 core.acknowledge.append((address, name))
             else:
