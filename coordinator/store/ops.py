@@ -33,7 +33,7 @@ class Op(Generic[T]):
             if not isinstance(reply, list):
                 raise TypeError("not a list")
             return self.read(reply)
-        except (TypeError, ValueError, IndexError, KeyError) as exc:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
             raise ScriptFault(f"{self.script} answered {str(reply)[:200]!r}: {exc}") from exc
 
 
