@@ -271,8 +271,8 @@ ERRORS = {
     "reset": redis.ConnectionError("Connection reset by peer"),
     "timeout": redis.TimeoutError("Timeout reading from socket"),
     "loading": redis.exceptions.BusyLoadingError("Redis is loading the dataset in memory"),
-    "readonly": redis.exceptions.ReadOnlyError("READONLY You can't write against a read only replica."),
-    "oom": redis.exceptions.OutOfMemoryError("OOM command not allowed when used memory > 'maxmemory'."),
+    "readonly": redis.exceptions.ReadOnlyError("You can't write against a read only replica."),
+    "oom": redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
 }
 
 
