@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import StoreUnavailable
-from .store.client import classify, delays
+from .store.client import classify, delays, driver_errors
 from .store.keys import Keys
 
 AT_ONCE = 200  # addresses in one pipeline
@@ -101,11 +101,9 @@ class Event:
 @contextmanager
 def answering() -> Iterator[None]:
     """Turn what the driver raises into StoreUnavailable, StoreRefused or ScriptFault."""
-    import redis.exceptions as rex
-
     try:
         yield
-    except (rex.RedisError, OSError) as exc:
+    except driver_errors() as exc:
         raise classify(exc) from exc
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from scriptlab import A, Lab, N
-from servers import FakeLane, Server
+from servers import FakeLane, Server, free_port
+from util import wait_until
 
+from coordinator import Settings, StoreUnavailable, Worker
 from coordinator.decide.book import Book, Outcome
 from coordinator.decide.ledger import Ledger
+from coordinator.inspect import answering
 from coordinator.protocol import NodeView
 from coordinator.rooms import Cause
+from coordinator.store.client import AsyncStore, SyncStore
+from coordinator.store.connect import async_client, sync_client
+from coordinator.store.ops import Ops
 
 
 @pytest.fixture
@@ -95,3 +103,29 @@ def test_G6_an_instance_that_became_known_meanwhile_replaced_nobody() -> None:
     assert book.fail_replaced() == []
     assert book.saw_instance("life-2", 4.0)
     assert [room.id for room, _ in book.fail_replaced()] == [7]
+
+
+def test_G6_a_cluster_that_cannot_be_reached_is_a_store_that_is_away() -> None:
+    """The driver's exception for it, which is no RedisError, reads as StoreUnavailable everywhere; no loop ends."""
+    url = f"redis+cluster://127.0.0.1:{free_port()}"
+    settings = Settings(call_timeout_s=0.1, retry_s=0.1)
+    op = Ops(settings).discover([N])
+
+    async def ask() -> list[object]:
+        store = AsyncStore(async_client(url, settings), settings.retry_s)
+        try:
+            answers: list[object] = [*await store.many([op, op])]
+            for call in (store.run(op), store.command("HGET", "k", "f")):
+                answers += await asyncio.gather(call, return_exceptions=True)
+            return answers
+        finally:
+            await store.aclose()
+
+    assert [type(answer) for answer in asyncio.run(ask())] == [StoreUnavailable] * 4
+    with pytest.raises(StoreUnavailable), answering():  # the blocking client looks for its cluster when it is made
+        SyncStore(sync_client(url, settings), settings.retry_s).run(op)
+    with Worker(url, settings=replace(settings, tick_s=0.05, lease_s=1.0)) as worker:
+        worker.join(N, 7)
+        wait_until(lambda: worker.health()["counters"]["sync_errors"] >= 3, 20, "the sync loop notices")
+        assert not worker.health()["store"]["reachable"]
+        assert worker.health()["restarts"]["sync"] == worker.health()["restarts"]["heartbeat"] == 0

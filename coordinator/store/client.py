@@ -47,6 +47,13 @@ STRIPPED = {
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.02, 0.5
 
 
+def driver_errors() -> tuple[type[Exception], ...]:
+    """What the driver raises when the store is in trouble. A cluster that cannot be reached is no RedisError to it."""
+    import redis.exceptions as rex
+
+    return (TimeoutError, OSError, rex.RedisError, rex.RedisClusterException)
+
+
 def classify(exc: BaseException) -> CoordinatorError:
     """What a driver's exception means for the caller: StoreUnavailable (retry), StoreRefused or ScriptFault."""
     import redis.exceptions as rex
@@ -60,7 +67,7 @@ def classify(exc: BaseException) -> CoordinatorError:
         return StoreRefused(f"the store refused: {text}")
     if first in ("NOPERM", "NOAUTH", "WRONGPASS", "WRONGTYPE"):
         return StoreRefused(f"the store refused: {text}")
-    passing = (rex.ConnectionError, rex.TimeoutError, rex.ClusterDownError, OSError)
+    passing = (rex.ConnectionError, rex.TimeoutError, rex.ClusterDownError, rex.RedisClusterException, OSError)
     if isinstance(exc, passing) or first in TRANSIENT or any(f"-{word}" in text for word in TRANSIENT):
         return StoreUnavailable(f"the store does not answer: {text or type(exc).__name__}", first)
     if isinstance(exc, rex.RedisError):
@@ -104,7 +111,7 @@ class SyncStore:
                 reply: Any = self.client.execute_command("EVALSHA", script.sha, len(op.keys), *op.keys, *op.args)
             except rex.NoScriptError:
                 reply = self.client.execute_command("EVAL", script.text, len(op.keys), *op.keys, *op.args)
-        except (rex.RedisError, OSError) as exc:
+        except driver_errors() as exc:
             _after_error_sync(self.client, exc)
             raise classify(exc) from exc
         return op.parse(reply)
@@ -158,11 +165,9 @@ class AsyncStore:
 
     async def command(self, *words: Any) -> Any:
         """One plain read command, one attempt, errors classified."""
-        import redis.exceptions as rex
-
         try:
             return await self.client.execute_command(*words)
-        except (TimeoutError, rex.RedisError, OSError) as exc:
+        except driver_errors() as exc:
             await self._after_error(exc)
             raise classify(exc) from exc
 
@@ -185,14 +190,12 @@ class AsyncStore:
         return results
 
     async def _pipeline(self, ops: Sequence[Op[T]], by_sha: bool) -> list[Any]:
-        import redis.exceptions as rex
-
         pipe = self.client.pipeline(transaction=False)
         for op in ops:
             pipe.execute_command(*_command(op, by_sha))
         try:
             return list(await pipe.execute(raise_on_error=False))
-        except (TimeoutError, rex.RedisError, OSError) as exc:
+        except driver_errors() as exc:
             return [exc] * len(ops)
 
     async def _single(self, op: Op[Any]) -> Any:
@@ -204,7 +207,7 @@ class AsyncStore:
                 reply = await self.client.execute_command(*_command(op, True))
             except rex.NoScriptError:
                 reply = await self.client.execute_command(*_command(op, False))
-        except (TimeoutError, rex.RedisError, OSError) as exc:
+        except driver_errors() as exc:
             reply = exc
         return await self._result(op, reply)
 
