@@ -10,6 +10,7 @@ replies. The number of connections is small and fixed.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -19,6 +20,7 @@ from ..config import Settings
 from ..errors import ConfigError
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "redis+cluster")
+_IN_QUERY = re.compile(r"(password=)[^&]*")
 CONNECTIONS = 4  # sync batches, verdicts and votes, probes' registrations, one spare; the listener has its own
 
 
@@ -42,6 +44,7 @@ class Target:
 
 def redact(url: str) -> str:
     """`url` with the password replaced by ***."""
+    url = _IN_QUERY.sub(r"\1***", url)
     head, at, tail = url.rpartition("@")
     scheme, sep, user = head.partition("://")
     return f"{scheme}{sep}{user.partition(':')[0]}:***@{tail}" if at and ":" in user else url
@@ -53,19 +56,37 @@ def parse_url(url: str) -> Target:
         parts = urlsplit(url)
         if parts.scheme not in SCHEMES:
             raise ValueError(f"the scheme must be one of {', '.join(s + '://' for s in SCHEMES)}")
+        if parts.scheme != "unix" and "@" in parts.path + parts.query + parts.fragment:
+            # Part of the password would be read, and shown, as a host or a path.
+            raise ValueError("percent-encode '/', '?', '#' and '@' in the user and the password")
+        _check_query(parts)
         if parts.scheme == "unix":
             if not parts.path:
                 raise ValueError("write unix:///path/to/socket")
-            return Target("unix", url, db=int(dict(parse_qsl(parts.query)).get("db", "0")))
+            return Target("unix", url, db=_db(dict(parse_qsl(parts.query)).get("db", "0")))
         return _network(parts, url)
     except ValueError as exc:
         raise ConfigError(f"store URL {redact(url)!r}: {exc}") from None
 
 
+def _check_query(parts: SplitResult) -> None:
+    """The driver would take any of its options from here, its timeouts too."""
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if name != "db" and not (parts.scheme == "rediss" and name.startswith("ssl_")):
+            raise ValueError(f"{name!r} cannot be set here: only db, and ssl_... with rediss://")
+
+
+def _db(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError("the database is a whole number from 0")
+    return int(text)
+
+
 def _network(parts: SplitResult, url: str) -> Target:
     user, _, hostlist = parts.netloc.rpartition("@")
     name, _, password = user.partition(":")
-    hosts = tuple(_host(item) for item in hostlist.split(",") if item)
+    usual = 26379 if parts.scheme == "redis+sentinel" else 6379
+    hosts = tuple(_host(item, usual) for item in hostlist.split(",") if item)
     if not hosts:
         raise ValueError("it names no host")
     path = [p for p in parts.path.split("/") if p]
@@ -77,17 +98,17 @@ def _network(parts: SplitResult, url: str) -> Target:
     elif len(hosts) > 1 and parts.scheme != "redis+cluster":
         raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
     query_db = dict(parse_qsl(parts.query)).get("db")
-    db = int(path[0]) if path else int(query_db) if query_db else 0
+    db = _db(query_db or (path[0] if path else "0"))  # as the driver does
     if parts.scheme == "redis+cluster" and db:
         raise ValueError("a cluster has database 0 only")
     return Target(parts.scheme, url, hosts, service, db, unquote(name) or None, unquote(password) or None)
 
 
-def _host(item: str) -> tuple[str, int]:
+def _host(item: str, usual_port: int) -> tuple[str, int]:
     split = urlsplit(f"//{item}")
-    if not split.hostname:
+    if not split.hostname or split.port == 0:
         raise ValueError(f"{item!r} is not host:port")
-    return split.hostname, split.port or 6379
+    return split.hostname, split.port or usual_port
 
 
 def async_client(url: str, settings: Settings) -> Any:
@@ -107,18 +128,24 @@ def async_client(url: str, settings: Settings) -> Any:
 def sync_client(url: str, settings: Settings) -> Any:
     """A blocking redis.Redis client for `url`, for tools and threads. Nothing is sent before the first command.
 
-    Raises ConfigError.
+    Raises ConfigError; for a cluster, whose driver connects at once, StoreUnavailable and StoreRefused too.
     """
     import redis as driver
     from redis.backoff import NoBackoff
+    from redis.exceptions import RedisClusterException, RedisError
     from redis.retry import Retry
     from redis.sentinel import Sentinel
+
+    from .client import classify
 
     def pool(common: dict[str, Any]) -> Any:
         kind: Any = driver.ConnectionPool
         return kind.from_url(url, max_connections=CONNECTIONS, **common)
 
-    return _client(url, settings, driver, Sentinel, Retry(NoBackoff(), 0), pool)
+    try:
+        return _client(url, settings, driver, Sentinel, Retry(NoBackoff(), 0), pool)
+    except (RedisClusterException, RedisError, OSError) as exc:
+        raise classify(exc) from exc
 
 
 def _client(url: str, settings: Settings, driver: Any, sentinel: Any, no_retry: Any, pool: Any) -> Any:
