@@ -20,6 +20,7 @@ from .supervisor import cancel_all
 
 PULSE_S = 0.05  # the loop comes around at least this often; a longer gap is its own lateness
 LATE_S = 0.25
+STORE_CALLS = 2  # at once; half of the worker's connections
 
 
 @dataclass(slots=True)
@@ -48,6 +49,8 @@ class Heartbeat:
     probe: Probe
     lateness: Lateness = field(default_factory=lambda: Lateness(time.monotonic()))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    # Hundreds of probes may want to tell the store something at once; sync must not wait for a connection.
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(STORE_CALLS))
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
     async def run(self) -> None:
@@ -71,7 +74,11 @@ class Heartbeat:
     async def stop(self) -> None:
         """Cancel the probes that are on their way."""
         await cancel_all(list(self._tasks))
-        await self.probe.aclose()
+        try:
+            await self.probe.aclose()
+        except Exception:  # a probe is not ours; leaving the addresses must not depend on it
+            self.core.count("probe_errors")
+            log.exception("probe_close_failed")
 
     async def _look(self, address: str) -> None:
         """One probe and its consequences; whatever goes wrong ends this look only."""
@@ -121,9 +128,12 @@ class Heartbeat:
         if epoch == 0 or not (other or book.node.state == FAILED):
             return
         try:
-            answer = await register_async(
-                core.store, core.ops, book.address, "probe", sight.instance, epoch, book.worker
-            )
+            async with self._turn:
+                if core.store_away:
+                    raise StoreUnavailable(core.store_error)
+                answer = await register_async(
+                    core.store, core.ops, book.address, "probe", sight.instance, epoch, book.worker
+                )
         except StoreUnavailable:
             self._answers_meanwhile(book, other)
             return
@@ -185,10 +195,13 @@ class Heartbeat:
     async def _send_vote(self, book: Book, vote: bool, reason: str) -> Votes | None:
         core = self.core
         op = core.ops.suspect(book.address, book.worker, book.node.epoch, vote, reason, core.detector.doubtful())
-        try:
-            return await core.store.once(op)
-        except StoreUnavailable:
-            return None
+        async with self._turn:
+            if core.store_away:
+                return None
+            try:
+                return await core.store.once(op)
+            except StoreUnavailable:
+                return None
 
     async def fail(self, book: Book, epoch: int, reason: str, by: str, call: str = "") -> None:
         """Carry out a verdict and apply it here: who decided must not wait for the news."""

@@ -71,7 +71,8 @@ async def register_async(
     call, workers = new_call(), ()  # type: tuple[str, tuple[str, ...]]
     for _ in range(ROUNDS):
         op = ops.register_node(address, how, instance, epoch, call, by, workers, info, draining)
-        answer = await store.run(op)
+        # A probe comes again at the next interval; a node has nobody else to say it.
+        answer = await (store.once(op) if how == "probe" else store.run(op))
         if answer.outcome != "RETRY":
             return answer
         workers = answer.workers
