@@ -69,7 +69,8 @@ def classify(exc: BaseException) -> CoordinatorError:
         return StoreRefused(f"the store refused: {text}")
     passing = (rex.ConnectionError, rex.TimeoutError, rex.ClusterDownError, rex.RedisClusterException, OSError)
     if isinstance(exc, passing) or first in TRANSIENT or any(f"-{word}" in text for word in TRANSIENT):
-        return StoreUnavailable(f"the store does not answer: {text or type(exc).__name__}", first)
+        word = first if first in TRANSIENT else ""  # a socket's error has a text too
+        return StoreUnavailable(f"the store does not answer: {text or type(exc).__name__}", word)
     if isinstance(exc, rex.RedisError):
         return ScriptFault(f"the store answered an error: {text}")
     return ScriptFault(f"{type(exc).__name__}: {text}")

@@ -155,6 +155,7 @@ def _client(url: str, settings: Settings, driver: Any, sentinel: Any, no_retry: 
         "socket_timeout": settings.call_timeout_s,
         "socket_connect_timeout": settings.call_timeout_s,
         "decode_responses": True,
+        "encoding_errors": "replace",  # a reason that somebody wrote by hand must not make an address unreadable
         "protocol": 2,
         "retry": no_retry,
     }
