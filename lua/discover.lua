@@ -10,9 +10,10 @@ COST: O(addresses given + 64)
 -- OK {address...}: at most 64 that nobody marked for stale_ms; whoever is left listed there must be reaped by somebody.
 local now = server_ms()
 local ttl, stale = tonumber(ARGV[1]), tonumber(ARGV[2])
+-- First what frees memory: a full store (OOM) refuses a script at its first growing write, and only there.
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. text(now - ttl))
 for i = 3, #ARGV do
     redis.call('ZADD', KEYS[1], text(now), ARGV[i])
 end
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. text(now - ttl))
 redis.call('PEXPIRE', KEYS[1], text(ttl))
 return {'OK', redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', text(now - stale), 'LIMIT', '0', '64')}

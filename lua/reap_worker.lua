@@ -23,6 +23,7 @@ if leaving ~= '1' then
     if deadline == nil then
         return {'UNKNOWN'}
     end
+    redis.call('PEXPIRE', node, ttl) -- a full store (OOM) refuses a script at its first growing write, and only there
     local stalled = forgive_stall(node, workers, now, lease)
     if redis.call('EXISTS', node) == 1 then
         redis.call('HSET', node, 'seen_ms', text(now))

@@ -75,6 +75,7 @@ if stored == 0 then
     redis.call('HSET', node, 'epoch', '1', 'state', 'alive')
 end
 
+redis.call('PEXPIRE', node, ttl) -- a full store (OOM) refuses a script at its first growing write, and only there
 if instance == '' or instance == known then
     if state == 'failed' and how ~= 'renew' then
         revive('it answers again')
@@ -88,7 +89,6 @@ if known ~= '' and state ~= 'failed' then
     if epoch ~= stored or not all_declared(listed, FIRST) then
         return {'RETRY', text(stored), listed}
     end
-    redis.call('PEXPIRE', node, ttl)
     counts = snapshot(6, FIRST, pending, text(stored), ttl)
     local reason = 'instance ' .. known .. ' was replaced by ' .. instance
     redis.call('HSET', node, 'epoch', text(stored + 1), 'state', 'alive', 'failed_ms', text(now), 'cause', 'node_restarted',

@@ -36,6 +36,7 @@ local function answer(status)
 end
 
 local function renew(create)
+    redis.call('PEXPIRE', node, ttl) -- frees the rest from the limit of a full store (OOM): see below
     forgive_stall(node, workers, now, lease)
     if create then
         redis.call('ZADD', workers, text(now + lease), worker)
