@@ -34,7 +34,7 @@ from .runtime.probe import HttpProbe, Probe
 from .runtime.push import Listener
 from .runtime.sync import SyncLoop
 from .store.client import AsyncStore
-from .store.connect import async_client, redact
+from .store.connect import async_client, parse_url, redact
 from .store.discover import find_store
 from .store.ops import Op, Ops
 from .store.verdict import fail_address_async, new_call
@@ -98,7 +98,9 @@ class Worker:
     ) -> None:
         self.id = f"{check_name(name)}#{secrets.token_hex(4)}"
         self.settings = Settings.load(url=url or None) if settings is None else settings
-        self.url = "" if client else find_store(url or self.settings.url).url
+        self.url = (
+            "" if client else parse_url(find_store(url or self.settings.url).url).url
+        )  # refused before a thread starts
         self._client = client or (lambda: async_client(self.url, self.settings))
         self._closed = False
         self._thread = LoopThread(f"coordinator {self.id}")
@@ -293,9 +295,13 @@ class Worker:
 
     async def _flush_until(self, books: list[Book], deadline: float) -> bool:
         waiting = {book: set(book.dirty) for book in books}
+        retracted = {book: book.retracted for book in books}
         settled: dict[Book, int] = {}
         while True:
             for book in list(waiting):
+                if book.retracted != retracted[book]:  # what was on its way came back unwritten
+                    waiting[book], retracted[book] = set(book.dirty), book.retracted
+                    settled.pop(book, None)
                 waiting[book] &= book.dirty
                 if not waiting[book] and book.node.epoch:
                     settled.setdefault(book, book.sent)
@@ -346,6 +352,8 @@ class Worker:
         ]
         if core.store_away:
             problems.append(f"store: {core.store_error}")
+        if core.store_full:
+            problems.append("store: full, joins wait in this process")
         counters = {**core.counters, "callback_errors": core.counters["callback_errors"] + self._delivery.errors}
         return {
             "id": self.id,
@@ -402,7 +410,7 @@ class Worker:
     async def _say_goodbye(self) -> None:
         core = self._core
         books = [book for book in self._ledger.books() if book.sent]
-        while books_behind := [book for book in books if book.behind]:
+        while books_behind := [book for book in books if book.behind and not book.held(time.monotonic())]:
             await self._sync.round(books_behind)
             if core.store_away:
                 raise StoreUnavailable(core.store_error)

@@ -64,6 +64,7 @@ class Book:
         self.watchers = 0
         self.synced_s: float | None = None
         self._wake, self._next_life = wake, next_life
+        self.retracted = 0  # batches that a full store did not take
         self._number = 0
         self._flight: Batch | None = None
         self._reset = True
@@ -145,6 +146,7 @@ class Book:
         if batch is None:
             return
         self._number -= 1
+        self.retracted += 1
         self._reset |= batch.mode == "reset"
         self._hold_adds_until_s = hold_adds_until_s
         with self.lock:

@@ -72,6 +72,7 @@ class Core:
     store_ok_s: float | None = None
     store_errors: int = 0  # failed rounds since the last good one
     store_error: str = ""
+    store_full: bool = False  # it refuses what needs memory: joins wait here
 
     @property
     def store_away(self) -> bool:
@@ -164,6 +165,14 @@ class Core:
         if self.store_errors:
             log.info("store_back after_errors=%d", self.store_errors)
         self.store_ok_s, self.store_errors, self.store_error = time.monotonic(), 0, ""
+
+    def store_is_full(self, full: bool) -> None:
+        """The store refused rooms for want of memory, or took some."""
+        if full and not self.store_full:
+            log.warning("store_full hint='joins wait in this process: raise maxmemory'")
+        if self.store_full and not full:
+            log.info("store_takes_rooms")
+        self.store_full = full
 
     def store_fails(self, error: Exception) -> None:
         """A round of syncs failed."""

@@ -66,7 +66,11 @@ class SyncLoop:
         replies = await self.core.store.many([self.core.ops.sync(batch) for batch in batches])
         now, good, error = time.monotonic(), 0, None
         for book, batch, reply in zip(books, batches, replies, strict=True):
-            if isinstance(reply, CoordinatorError):
+            if isinstance(reply, StoreUnavailable) and reply.word == "OOM":
+                good += 1  # it answers; it only has no room for more
+                self.core.store_is_full(True)
+                book.retract(now + FULL_PAUSE_S)
+            elif isinstance(reply, CoordinatorError):
                 error = reply
                 self._failed(book, reply, now)
             else:
@@ -82,9 +86,6 @@ class SyncLoop:
             self._blocked_until_s = now + self._pause()
 
     def _failed(self, book: Book, error: CoordinatorError, now: float) -> None:
-        if isinstance(error, StoreUnavailable) and error.word == "OOM":
-            book.retract(now + FULL_PAUSE_S)
-            return
         self._retry_at[book.address] = now + random.uniform(0.5, 1.0) * self.core.settings.tick_s
         if not isinstance(error, StoreUnavailable) and self._said.get(book.address) != str(error):
             self._said[book.address] = str(error)
@@ -98,6 +99,8 @@ class SyncLoop:
         if reply.status is SyncStatus.FENCED:
             self.core.count("fenced")
             log.warning("lease_lost address=%s worker=%s", book.address, book.worker)
+        if batch.adds and reply.status is SyncStatus.OK:
+            self.core.store_is_full(False)
         outcome = book.apply(batch, reply, now)
         self.core.act(book, outcome)
         if reply.node.state == SUSPECT:
