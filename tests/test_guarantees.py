@@ -427,6 +427,11 @@ def test_g6_a_full_store(make_server: Callable[..., Server], caplog: pytest.LogC
         wait_until(lambda: a.worker.health()["problems"], PATIENCE_S, "it says why")
         assert a.worker.health()["problems"] == ["store: full, joins wait in this process"]
         assert 1000 not in fleet.rooms(node.address, a.id)
+        syncs = a.worker.health()["counters"]["syncs"]
+        time.sleep(1.0)
+        assert a.worker.health()["counters"]["syncs"] - syncs < 100, (
+            "it ticks (20 a second and address), it does not spin"
+        )
         a.worker.leave(node.address, 50)  # alone, or with the join, which it then carries along
         wait_until(lambda: 50 not in fleet.rooms(node.address, a.id), PATIENCE_S, "leaves go on")
         p.kill()

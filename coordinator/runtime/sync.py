@@ -105,7 +105,7 @@ class SyncLoop:
         self.core.act(book, outcome)
         if reply.node.state == SUSPECT:
             self.core.suspect(book.address)
-        if outcome.again:
+        if outcome.again and not book.held(now):
             self.core.urgent.add(book.address)
 
     def _sleep_s(self) -> float:
