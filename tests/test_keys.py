@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from ipaddress import IPv6Address
 from typing import Any
 
 import pytest
@@ -35,15 +36,19 @@ SPELLED = {
     KEYS.events(N): "coordinator:{10.0.0.5:8998}:events",
 }
 
-OCTET = st.integers(1, 254)
 PORT = st.integers(1, 65535)
-ADDRESSES = st.one_of(
-    st.builds(lambda a, b, port: f"10.0.{a}.{b}:{port}", OCTET, OCTET, PORT),
-    st.builds(lambda name, port: f"{name}:{port}", st.from_regex(r"[a-z][a-z0-9_]{0,9}(\.svc)?", fullmatch=True), PORT),
-    st.builds(lambda ip, port: f"[{ip.compressed}]:{port}", st.ip_addresses(v=6), PORT).filter(
-        lambda a: "[::]" not in a
-    ),
+
+
+def _text(host: object, port: int) -> str:
+    return f"[{host}]:{port}" if isinstance(host, IPv6Address) else f"{host}:{port}"
+
+
+HOSTS = (
+    st.ip_addresses(v=4, network="10.0.0.0/8")
+    | st.ip_addresses(v=6, network="2001:db8::/32")
+    | st.from_regex(r"[a-z][a-z0-9_]{0,9}(\.svc)?", fullmatch=True)
 )
+ADDRESSES = st.builds(_text, HOSTS, PORT)
 WORKERS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}#[0-9a-f]{8}(\.[1-9])?", fullmatch=True)
 EPOCHS = st.integers(0, 2**53)
 
