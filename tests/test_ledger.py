@@ -1021,12 +1021,29 @@ def test_a_sleeping_book_wakes_the_loop_once(a: Bench) -> None:
     assert a.wakes == before + 2
 
 
-def test_what_is_known_of_the_node_is_not_changed_by_the_batch(a: Bench) -> None:
-    """A batch carries a copy: the age it was stamped with stays in it."""
+def test_a_batch_that_is_repeated_tells_the_true_age_of_the_end(a: Bench) -> None:
+    """The store was away for a minute and comes back empty: it must not date the node's failure a minute too late."""
     a.join(1)
     a.sync()
-    a.sync(STALE, epoch=2, state=FAILED, failed_age_ms=0)
-    batch = a.take()
+    a.sync(STALE, epoch=2, state="alive", failed_age_ms=1000)
+    a.join(2)
+    first = a.take()
+    assert first.node.failed_age_ms == 1000
+    for _ in range(3):
+        a.now += 20.0005
+        again = a.take()
+    assert again == replace(first, node=replace(first.node, failed_age_ms=61001))
+    a.sync(STALE, epoch=3, failed_age_ms=0)
+    assert a.book.node.epoch == 3
+
+
+def test_a_batch_in_flight_keeps_the_age_of_its_own_epochs_end(a: Bench) -> None:
+    """A verdict of this worker's own came in between: the batch goes on to tell of the end before that."""
+    a.join(1)
+    a.sync()
+    a.sync(STALE, epoch=2, state="alive", failed_age_ms=1000)
+    a.take()
     a.now += 5
-    assert a.take() is batch
-    assert batch.node == replace(a.book.node, failed_age_ms=0)
+    a.book.learn(NodeView(3, FAILED, 0), a.now, Outcome())
+    a.now += 1
+    assert (a.take().node.epoch, a.take().node.failed_age_ms) == (2, 7000)

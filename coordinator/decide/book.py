@@ -1,7 +1,8 @@
 """One address in a worker's ledger: its rooms, what the store holds of them, and what is known of the node. Pure.
 
 Any thread changes `rooms`, `stored` and `dirty` under `lock`; all other fields belong to the event loop's thread.
-One batch is in flight at a time and is repeated unchanged until it is answered, so a lost reply costs nothing.
+One batch is in flight at a time and is repeated, with the same number and rooms, until it is answered, so a lost
+reply costs nothing.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class Book:
         self.watchers = 0
         self.synced_s: float | None = None
         self._wake, self._next_life = wake, next_life
-        self.retracted = 0  # batches that a full store did not take
+        self.undone = 0  # answers after which what had been sent must be sent again
         self._number = 0
         self._flight: Batch | None = None
+        self._flight_at_s = 0.0  # when it was built, or last brought up to date
         self._reset = True
         self._hold_adds_until_s = 0.0
 
@@ -90,6 +92,14 @@ class Book:
         """Number of the last batch answered in this life."""
         return self._number if self._flight is None else self._number - 1
 
+    @property
+    def unstored(self) -> bool:
+        """Whether the store holds less than the batches say: all is to be sent again, or a failed node took nothing."""
+        if self.node.state != FAILED:
+            return self._reset and bool(self.rooms)
+        with self.lock:
+            return any(0 < room._status < 4 for room in self.rooms.values())
+
     def held(self, now: float) -> bool:
         """Whether all that waits are rooms that a full store did not take."""
         return self._flight is None and now < self._hold_adds_until_s
@@ -112,7 +122,7 @@ class Book:
     def batch(self, now: float, limit: int, stats: Stats | None = None) -> Batch:
         """The next batch, or the one still unanswered. An empty batch renews the lease."""
         if self._flight is not None:
-            return self._flight
+            return self._repeated(self._flight, now)
         adds: list[int] = []
         removes: list[int] = []
         with self.lock:
@@ -135,10 +145,20 @@ class Book:
             count = len(stored)
         self._number += 1
         known = replace(self.node, failed_age_ms=self._age_ms(now))
+        self._flight_at_s = now
         self._flight = Batch(
             self.address, self.worker, self._number, mode, known, count, tuple(adds), tuple(removes), stats
         )
         return self._flight
+
+    def _repeated(self, flight: Batch, now: float) -> Batch:
+        """The batch in flight with the age that its epoch's end has by now: a store that lost its data dates it so."""
+        age = flight.node.failed_age_ms
+        passed = int((now - self._flight_at_s) * 1000)
+        if age is not None and passed > 0:
+            self._flight_at_s += passed / 1000  # the rest of a millisecond is not lost
+            self._flight = replace(flight, node=replace(flight.node, failed_age_ms=age + passed))
+        return self._flight or flight
 
     def retract(self, hold_adds_until_s: float) -> None:
         """The store is full and took nothing of the batch in flight: for a while send only what frees memory."""
@@ -146,7 +166,7 @@ class Book:
         if batch is None:
             return
         self._number -= 1
-        self.retracted += 1
+        self.undone += 1
         self._reset |= batch.mode == "reset"
         self._hold_adds_until_s = hold_adds_until_s
         with self.lock:
@@ -180,6 +200,7 @@ class Book:
         self.synced_s, self.watchers = now, reply.watchers
         outcome = Outcome(expired=reply.expired, granted=reply.granted)
         self.learn(reply.node, now, outcome)
+        self.undone += reply.status is not SyncStatus.OK
         if reply.status is SyncStatus.FENCED:
             self._fenced(outcome)
         elif reply.status is not SyncStatus.OK:
