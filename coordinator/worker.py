@@ -295,18 +295,20 @@ class Worker:
 
     async def _flush_until(self, books: list[Book], deadline: float) -> bool:
         waiting = {book: set(book.dirty) for book in books}
-        retracted = {book: book.retracted for book in books}
+        undone = {book: book.undone for book in books}
         settled: dict[Book, int] = {}
         while True:
             for book in list(waiting):
-                if book.retracted != retracted[book]:  # what was on its way came back unwritten
-                    waiting[book], retracted[book] = set(book.dirty), book.retracted
+                if book.undone != undone[book] or book.unstored:  # what was on its way must be sent again
+                    with book.lock:
+                        waiting[book], undone[book] = book.dirty | book.rooms.keys(), book.undone
                     settled.pop(book, None)
-                waiting[book] &= book.dirty
-                if not waiting[book] and book.node.epoch:
-                    settled.setdefault(book, book.sent)
-                    if book.answered >= settled[book]:
-                        del waiting[book]
+                else:
+                    waiting[book] &= book.dirty
+                    if not waiting[book] and book.node.epoch:
+                        settled.setdefault(book, book.sent)
+                        if book.answered >= settled[book]:
+                            del waiting[book]
                 if book in waiting:
                     self._core.urgent.add(book.address)
             if not waiting:
