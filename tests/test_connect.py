@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -160,10 +161,10 @@ def test_plain_url_with_database(lanes: Lanes) -> None:
         third.flushdb()
 
 
-def test_unix_socket(make_server: Callable[..., Server]) -> None:
+def test_unix_socket(make_server: Callable[..., Server], tmp_path: Path) -> None:
     """unix:///path?db=2 works through the socket."""
-    path = f"/tmp/coordinator-test-{free_port()}.sock"
-    server = make_server("redis", "--unixsocket", path)
+    path = tmp_path / "s"
+    server = make_server("redis", "--unixsocket", str(path))
     assert [reply.status for reply in _through_both(f"unix://{path}?db=2")] == ["OK", "OK"]
     with _database(server, 2) as client:
         assert client.scard(OPS.keys.rooms(N, A)) == 2
@@ -245,7 +246,7 @@ def test_nobody_there_is_store_unavailable(kind: str) -> None:
 
 
 @pytest.fixture
-def sentinel(lanes: Lanes, tmp_path: Any) -> Iterator[int]:
+def sentinel(lanes: Lanes, tmp_path: Path) -> Iterator[int]:
     """The port of a Sentinel that watches the "redis" lane under the name main."""
     server = lanes.get("redis")
     assert isinstance(server, Server)
