@@ -207,7 +207,7 @@ def test_random_ids_travel_exactly(ids: set[int]) -> None:
     batch = Batch(NODE, "w#1", 1, "reset", NodeView(0), len(ids), tuple(sorted(ids)))
     sent = ops.sync(batch).args[-len(ids) :] if ids else ()
     assert [str(room) for room in sorted(ids)] == [str(word) for word in sent]
-    page = ops.drain_read(NODE, "lost:1:w#1").parse(["ROOMS", "0", [str(room) for room in sent]])
+    page = ops.drain_read(NODE, "lost:1:w#1").parse(["ROOMS", "0", " ".join(str(room) for room in sent)])
     assert sorted(ids) == sorted(page.rooms)
 
 
