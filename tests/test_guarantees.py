@@ -716,6 +716,8 @@ def test_g13_bad_input_is_refused(fleet: Fleet) -> None:
         for bad in values
         for call in ways
     ]  # fmt: skip
+    settled = (fleet.keys.addresses, fleet.keys.events(node))  # written by the first discovery, the first good probe
+    wait_until(lambda: fleet.redis.exists(*settled) == 2, PATIENCE_S, "the keys of an address in use")
     before = (sorted(fleet.redis.scan_iter()), fleet.rooms(node, a.id), set(w.health()["addresses"]))
     wrong = []
     for call, error, value in calls:
