@@ -64,6 +64,8 @@ def _ipv6(address: str, host: str) -> IPv6Address:
         _refuse(address, "the text in brackets is not an IPv6 address")
     if ip.scope_id is not None:
         _refuse(address, "a zone (%eth0) means something on one host only; use a routable address")
+    if ip.ipv4_mapped is not None:
+        _refuse(address, f"it is an IPv4 address in another dress: write {ip.ipv4_mapped} without brackets")
     if ip.is_unspecified:
         _refuse(address, ":: means every interface; announce the address that peers connect to")
     return ip

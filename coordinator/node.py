@@ -29,7 +29,7 @@ from .runtime.probe import clean_instance
 from .runtime.push import Listener
 from .runtime.supervisor import Supervisor
 from .store.client import AsyncStore, delays
-from .store.connect import async_client, redact
+from .store.connect import async_client, parse_url, redact
 from .store.discover import find_store
 from .store.ops import Ops
 from .store.verdict import register_async
@@ -73,7 +73,8 @@ class PrefillNode:
         if len(self._info) > INFO_LIMIT:
             raise ConfigError(f"info of {self.address} has {len(self._info)} bytes as JSON: at most {INFO_LIMIT}")
         self.settings = Settings.load(url=url or None) if settings is None else settings
-        self.url = "" if client else find_store(url or self.settings.url).url
+        found = "" if client else find_store(url or self.settings.url).url
+        self.url = parse_url(found).url if found else ""  # refused before a thread starts
         self._client = client or (lambda: async_client(self.url, self.settings))
         self._on_orphans = on_orphans
         self._draining: bool | None = None
@@ -97,12 +98,15 @@ class PrefillNode:
     async def _start(self) -> None:
         self._ops = Ops(self.settings)
         self._store = AsyncStore(self._client(), self.settings.retry_s)
-        self._woken = asyncio.Event()
+        self._woken, self._told = asyncio.Event(), asyncio.Event()
+        self._orphaned: list[str] = []
         self._supervisor = Supervisor()
         channel = self._ops.keys.channel
         listener = Listener(self._store.client, channel, self._heard, lambda: self._supervisor.beat("push"))
         self._supervisor.start("announce", self._announce)
         self._supervisor.start("push", listener.run)
+        if self._on_orphans is not None:
+            self._supervisor.start("orphans", self._hand_over)
 
     def _heard(self, kind: str, address: str) -> None:
         if address == self.address and kind in ("reaped", "failed"):
@@ -160,9 +164,21 @@ class PrefillNode:
                 self.counters["workers_reaped"] += 1
                 log.warning("worker_reaped address=%s worker=%s rooms=%d", self.address, worker, reaped.rooms)
                 self._woken.set()
-        for name in answer.pending:
-            if name.startswith("orphans:") and self._on_orphans is not None:
-                await self._take_over(name)
+        self._orphaned = [name for name in answer.pending if name.startswith("orphans:")]
+        if self._orphaned:
+            self._told.set()
+
+    async def _hand_over(self) -> None:
+        """Tell about orphans; a loop of its own, as the callback may take long and the node must go on announcing."""
+        while True:
+            self._supervisor.beat("orphans")
+            todo, self._orphaned = self._orphaned, []
+            for name in todo:
+                try:
+                    await self._take_over(name)
+                except StoreUnavailable as exc:  # named again by the next renewal
+                    self._trouble(exc)
+            await wait_for(self._told, self.settings.tick_s)
 
     async def _take_over(self, name: str) -> None:
         worker, cursor = name.removeprefix("orphans:"), "0"

@@ -98,9 +98,8 @@ class Worker:
     ) -> None:
         self.id = f"{check_name(name)}#{secrets.token_hex(4)}"
         self.settings = Settings.load(url=url or None) if settings is None else settings
-        self.url = (
-            "" if client else parse_url(find_store(url or self.settings.url).url).url
-        )  # refused before a thread starts
+        found = "" if client else find_store(url or self.settings.url).url
+        self.url = parse_url(found).url if found else ""  # refused before a thread starts
         self._client = client or (lambda: async_client(self.url, self.settings))
         self._closed = False
         self._thread = LoopThread(f"coordinator {self.id}")
@@ -243,8 +242,8 @@ class Worker:
         deadline = time.monotonic() + self.settings.retry_s
         call = new_call()
         while True:
-            if book is not None:
-                await self._flush_until([book], deadline)
+            if book is not None:  # so that the snapshot names what was joined just now; a full store may not take it
+                await self._flush_until([book], min(deadline, time.monotonic() + self.settings.call_timeout_s))
             epoch = book.node.epoch if book is not None else await self._stored_epoch(address)
             if epoch == 0:
                 raise UnknownAddress(

@@ -59,6 +59,7 @@ REFUSED = {
     "[::1]x:80": "bracket",
     "[10.0.0.5]:80": "not an IPv6",
     "[fe80::1%eth0]:80": "zone",
+    "[::ffff:10.0.0.5]:8998": "write 10.0.0.5",
     "[::]:8998": "every interface",
     "2001:db8::1:8998": "brackets",
     "::1": "brackets",
@@ -178,8 +179,11 @@ def test_whatever_is_accepted_is_safe_and_canonical(text: str) -> None:
 
 @given(st.ip_addresses(v=6), st.integers(1, 65535))
 def test_every_spelling_of_an_ipv6_host_is_one_address(ip: Any, port: int) -> None:
-    """Compressed, exploded and upper case are the same node; unspecified ones are refused."""
+    """Compressed, exploded and upper case are the same node; unspecified and IPv4-mapped ones are refused."""
     spellings = [f"[{text}]:{port}" for text in (str(ip), ip.exploded, ip.exploded.upper())]
-    if ip.is_unspecified:
+    if ip.is_unspecified or ip.ipv4_mapped is not None:
+        for text in spellings:
+            with pytest.raises(InvalidAddress):
+                canonical(text)
         return
     assert len({canonical(text) for text in spellings}) == 1

@@ -196,8 +196,8 @@ def test_fail_ends_the_epoch_and_says_whose_rooms(filled: Filled, redis_url: str
         f"  {B}  1",
     ]
     node = filled.client.hgetall(filled.keys.node(N0))
-    assert (node["state"], node["epoch"], node["reason"]) == ("failed", "2", "cable pulled")  # type: ignore[index]
-    assert str(node["by"]).startswith("operator:")  # type: ignore[index]
+    assert (node["state"], node["epoch"], node["reason"]) == ("failed", "2", "cable pulled")
+    assert str(node["by"]).startswith("operator:")
     assert filled.client.scard(filled.keys.lost(N0, 1, A)) == 3
     assert filled.client.hget(filled.keys.node(N1), "state") == "alive"
 
@@ -373,13 +373,12 @@ def test_store_runs_until_it_is_told_to_end(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], number: int, code: int
 ) -> None:
     """`coordinator store` prints a URL that works, a second one finds the first, status finds it without a URL."""
-    home = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    process = start("store", url="", **home)
+    process = start("store", url="", XDG_RUNTIME_DIR=str(tmp_path))
     assert process.stdout is not None
     url = process.stdout.readline().strip()
     assert url.startswith("unix://")
-    assert coordinator("store", **home).stdout.strip() == url
-    assert json.loads(coordinator("status", "--json", **home).stdout)["url"] == url
+    assert coordinator("store", XDG_RUNTIME_DIR=str(tmp_path)).stdout.strip() == url
+    assert json.loads(coordinator("status", "--json", XDG_RUNTIME_DIR=str(tmp_path)).stdout)["url"] == url
     process.send_signal(number)
     assert process.wait(10) == code
     refused("status", url=url)

@@ -415,3 +415,21 @@ def test_one_probe_an_interval_by_all_workers_together(fleet: Fleet) -> None:
     intervals = (time.monotonic() - started) / settings.probe_interval_s
     # One granted in each interval, and each worker looks for itself every five: at most 1 + 6 / 5.
     assert 2.2 * intervals + 6 >= 20
+
+
+def test_two_of_five_workers_lose_their_network(fleet: Fleet) -> None:
+    """Two workers, enough to fail one node, lose sight of all six at once: they doubt themselves, and no node fails."""
+    nodes = [f"10.0.0.{n}:8998" for n in range(1, 7)]
+    sick = ScriptedProbe()
+    pair = [fleet.worker(name, probe=sick) for name in "ab"]
+    others = [fleet.worker(name, probe=ScriptedProbe()) for name in "cde"]
+    for node in nodes:
+        for watched in (*pair, *others):
+            watched.join(node, [1])
+    wait_until(lambda: all(w.knows(node) for node in nodes for w in pair), PATIENCE_S, "they saw every node once")
+    sick.sees = lambda address: Sight(Evidence.TIMEOUT)
+    for watched in pair:
+        watched.await_told(6)
+    assert {f.cause for w in pair for _, f in w.told} == {Cause.UNREACHABLE}
+    assert [watched.told for watched in others] == [[], [], []]
+    assert [fleet.epoch(node) for node in nodes] == [1] * 6

@@ -8,7 +8,8 @@ The rules, in the order in which they are asked:
 3. `max_misses` misses in a row make a vote. A refused or reset connection is tried again within milliseconds; a
    time-out or a bad status waits for the next interval.
 4. A node is failed for everybody when enough workers agree. If most of the addresses seem dead at once, the
-   worker doubts itself and wants a majority; with nobody else to ask it fails only its own rooms.
+   worker doubts itself and wants a majority; with nobody else to ask it fails only its own rooms. To know in time,
+   the first silence of one address makes it look at all others at once.
 5. With the store away, or alone with its opinion for longer than `alone_s`, a worker fails only its own rooms.
    Without the store there is nobody to agree with, and without agreement nothing happens to others.
 
@@ -65,6 +66,7 @@ class Watch:
     last_probe_s: float | None = None
     last_ok_s: float | None = None
     last: Evidence | None = None
+    late: int = 0  # probes in a row that were dropped because this worker was late
     reason: str = ""
     voted_s: float | None = None
     given_up: bool = False
@@ -80,6 +82,7 @@ class Detector:
     settings: Settings
     watches: dict[str, Watch] = field(default_factory=dict)
     dropped_late: int = 0
+    swept_s: float = float("-inf")  # when a silence last made this worker look at all addresses
 
     @property
     def alone_s(self) -> float:
@@ -151,15 +154,19 @@ class Detector:
         watch.probing = False
         if late:
             self.dropped_late += 1
-            watch.again_s = now + RECHECK_S
+            # Each time a longer pause: a starved process must not starve itself further with repeated probes.
+            watch.again_s = now + min(RECHECK_S * 2**watch.late, self.settings.probe_interval_s)
+            watch.late = min(watch.late + 1, 16)
             return Act.AGAIN
-        watch.last = evidence
+        watch.last, watch.late = evidence, 0
         if evidence in ANSWERS:
             return self._answered(watch, evidence, now)
         if evidence is Evidence.UNREADY and not watch.ever_ok:
             return Act.NOTHING
         watch.misses += 1
         watch.reason = reason or str(evidence)
+        if watch.misses == 1 and evidence is not Evidence.REFUSED:
+            self._sweep(now)
         if watch.misses < self.settings.max_misses:
             if evidence is Evidence.REFUSED:
                 watch.again_s = now + RECHECK_S
@@ -169,6 +176,15 @@ class Detector:
             return self._give_up(watch)
         watch.voted_s = now if watch.voted_s is None else watch.voted_s
         return Act.VOTE
+
+    def _sweep(self, now: float) -> None:
+        """Look at every address that was not looked at lately: is it one node that is silent, or my own network?"""
+        interval = self.settings.probe_interval_s
+        if now - self.swept_s < interval:
+            return
+        self.swept_s = now
+        for watch in self.watches.values():
+            watch.urgent |= watch.last_probe_s is None or now - watch.last_probe_s > interval / 2
 
     def _answered(self, watch: Watch, evidence: Evidence, now: float) -> Act:
         voted = watch.voted_s is not None
@@ -195,7 +211,7 @@ class Detector:
     def doubtful(self) -> bool:
         """Whether so many addresses seem dead at once that this worker's own network is the likelier cause."""
         used = [w for w in self.watches.values() if w.ever_ok or w.misses]
-        dead = sum(w.misses >= self.settings.max_misses for w in used)
+        dead = sum(w.misses > 0 for w in used)
         return dead >= MASS_LEAST and 2 * dead > len(used)
 
     def _give_up(self, watch: Watch) -> Act:

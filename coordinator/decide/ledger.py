@@ -22,6 +22,7 @@ from ..errors import ConfigError, JoinRefused, RoomExists, WorkerClosed
 from ..rooms import MAX_ROOM_ID, STATUSES, Cause, Failure, Status, check_opening, check_room_id, check_status
 from .book import CLOSED, FORGOTTEN, Book, Refusal
 
+DEADLINES = 1024  # fewer are not worth a clean-up
 _FAILED, _SUCCESS = int(Status.FAILED), int(Status.SUCCESS)
 _OPENING = Status.BOOTSTRAPPING  # a global: looking a member up on an enum costs as much as the lock
 
@@ -46,6 +47,11 @@ class Room:
     def address(self) -> str:
         """The node's canonical address."""
         return self._book.address
+
+    @property
+    def current(self) -> bool:
+        """Whether this opening is still in the ledger: not left, not replaced by a later one. No I/O, no lock."""
+        return self._book.rooms.get(self.id) is self
 
     @property
     def status(self) -> Status:
@@ -108,6 +114,7 @@ class Ledger:
         self._first_lives: set[str] = set()
         self._deadlines: list[tuple[float, int, Room]] = []
         self._deadline_lock = Lock()
+        self._deadlines_bound = DEADLINES
         self._closed = False
 
     # -- any thread ---------------------------------------------------------------------------------------------
@@ -315,6 +322,10 @@ class Ledger:
     def _set_deadline(self, room: Room, at_s: float) -> None:
         with self._deadline_lock:
             heapq.heappush(self._deadlines, (at_s, id(room), room))
+            if len(self._deadlines) > self._deadlines_bound:  # most may have been left long before their deadline
+                self._deadlines = [item for item in self._deadlines if item[2].current]
+                heapq.heapify(self._deadlines)
+                self._deadlines_bound = max(DEADLINES, 2 * len(self._deadlines))
         self._wake()
 
 
