@@ -28,6 +28,7 @@ from ..protocol import Votes
 RECHECK_S = 0.03  # between two tries of a refused connection
 URGENT_GAP_S = 0.05  # transfer errors come in floods; the address is probed once per gap
 OWN_INTERVALS = 5  # a worker looks for itself at least every 5 intervals, granted or not
+SWEEP_LEAD = 0.1  # of an interval: how far a look at everything is ahead of the second look at the first silent one
 MASS_LEAST = 3  # fewer addresses than this say nothing about the worker's own network
 
 
@@ -167,6 +168,9 @@ class Detector:
         watch.reason = reason or str(evidence)
         if watch.misses == 1 and evidence is not Evidence.REFUSED:
             self._sweep(now)
+            # The others' answers, or their silence, must be in before the next miss of this one makes a vote.
+            interval = self.settings.probe_interval_s
+            watch.again_s = max((watch.last_probe_s or now) + interval, now + SWEEP_LEAD * interval)
         if watch.misses < self.settings.max_misses:
             if evidence is Evidence.REFUSED:
                 watch.again_s = now + RECHECK_S
@@ -178,13 +182,13 @@ class Detector:
         return Act.VOTE
 
     def _sweep(self, now: float) -> None:
-        """Look at every address that was not looked at lately: is it one node that is silent, or my own network?"""
+        """Look at every address, once an interval at most: is it one node that is silent, or my own network?"""
         interval = self.settings.probe_interval_s
         if now - self.swept_s < interval:
             return
         self.swept_s = now
         for watch in self.watches.values():
-            watch.urgent |= watch.last_probe_s is None or now - watch.last_probe_s > interval / 2
+            watch.urgent = True
 
     def _answered(self, watch: Watch, evidence: Evidence, now: float) -> Act:
         voted = watch.voted_s is not None
