@@ -38,7 +38,7 @@ log = logging.getLogger("coordinator")
 
 INFO_LIMIT = 65536
 MARK_LEASES = 0.25  # pace of marking the address as used
-PAGE = 1000
+PAGE = 250  # of a snapshot; one read holds the server for less than a millisecond
 
 OnOrphans = Callable[[str, list[int]], object]
 
@@ -50,7 +50,7 @@ class PrefillNode:
     the rooms of the former. Serve it in the X-Coordinator-Instance header of /health, so that a worker's probe can
     see a restart too. `info` is any JSON object for the decode side (rank endpoints, parallel sizes), up to 64 KiB.
     `on_orphans(worker_id, room_ids)` is called on a thread of its own with the rooms of a dead or departed worker,
-    at most 1,000 at a time; they are acknowledged after it returned, and told again if it raised or this process
+    at most 250 at a time; they are acknowledged after it returned, and told again if it raised or this process
     dies before. The store need not be up yet. Raises InvalidAddress, ConfigError, StoreNotFound.
     """
 

@@ -42,7 +42,7 @@ from .store.verdict import fail_address_async, new_call
 log = logging.getLogger("coordinator")
 
 CLOSE_S = 3.0
-PAGE = 1000
+PAGE = 250  # of a snapshot; one read holds the server for less than a millisecond
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
+import loopback
 import pytest
 from servers import KINDS, REAL_KINDS, FakeLane, Lanes, MissingLane, Server, keys_without_ttl, revive
 
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    loopback.watch()
     config.addinivalue_line("markers", "leaves_keys(reason): this test may leave keys without a TTL")
 
 
@@ -58,6 +60,14 @@ def _no_key_without_ttl(request: pytest.FixtureRequest) -> Iterator[None]:
     left = lanes.end_test()
     if left and not _may_leave_keys(request.node):
         _fail_for_keys(left)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaves_this_machine() -> Iterator[None]:
+    """Fails a test that tried to reach another host."""
+    loopback.stopped.clear()
+    yield
+    assert loopback.stopped == []
 
 
 @pytest.fixture(params=KINDS)

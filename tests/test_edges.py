@@ -125,7 +125,7 @@ def test_G6_a_cluster_that_cannot_be_reached_is_a_store_that_is_away() -> None:
     with pytest.raises(StoreUnavailable), answering():  # the blocking client looks for its cluster when it is made
         SyncStore(sync_client(url, settings), settings.retry_s).run(op)
     with Worker(url, settings=replace(settings, tick_s=0.05, lease_s=1.0)) as worker:
-        worker.join(N, 7)
+        worker.join("127.0.0.1:9", 7)
         wait_until(lambda: worker.health()["counters"]["sync_errors"] >= 3, 20, "the sync loop notices")
         assert not worker.health()["store"]["reachable"]
         assert worker.health()["restarts"]["sync"] == worker.health()["restarts"]["heartbeat"] == 0

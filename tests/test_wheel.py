@@ -152,9 +152,15 @@ def test_a_worker_of_the_wheel_talks_to_a_real_server(installed: Installed, redi
     """Joins, flushes, fails the node and reads the snapshot: the whole way, from the installed package."""
     code = """
 import json, sys
-from coordinator import Worker, Status
+from coordinator import Sight, Status, Worker
+from coordinator.decide.detector import Evidence
 told = []
-with Worker(sys.argv[1], name="wheel") as worker:
+class Alive:
+    async def __call__(self, address):
+        return Sight(Evidence.OK)
+    async def aclose(self):
+        pass
+with Worker(sys.argv[1], name="wheel", probe=Alive()) as worker:
     worker.on_failure(lambda room, failure: told.append([room.id, failure.cause, failure.reason]))
     rooms = [worker.join("10.0.0.5:8998", 8804230600348159981 + i) for i in range(3)]
     flushed = worker.flush(30)
