@@ -104,7 +104,7 @@ def test_a_run_leaves_nothing_behind(ordinary: tuple[dict[str, Any], set[int]]) 
 
 def test_the_result_is_shown_to_people(ordinary: tuple[dict[str, Any], set[int]]) -> None:
     """Each fault, the totals and the verdict."""
-    console = Console(record=True, width=160, file=io.StringIO())
+    console = Console(record=True, width=80, file=io.StringIO())
     render(ordinary[0], console)
     shown = console.export_text()
     opened = ordinary[0]["rooms"]["opened"]
