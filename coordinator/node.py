@@ -24,6 +24,7 @@ from .errors import ConfigError, CoordinatorError, NodeSuperseded, StoreUnavaila
 from .protocol import Registration, clean_text
 from .rooms import check_room_id
 from .runtime.core import wait_for
+from .runtime.deliver import Delivery
 from .runtime.loop import LoopThread
 from .runtime.probe import clean_instance
 from .runtime.push import Listener
@@ -77,6 +78,7 @@ class PrefillNode:
         self.url = parse_url(found).url if found else ""  # refused before a thread starts
         self._client = client or (lambda: async_client(self.url, self.settings))
         self._on_orphans = on_orphans
+        self._delivery = Delivery(f"coordinator orphans {self.address}")
         self._draining: bool | None = None
         self._closed = self._superseded = False
         self._announced_s: float | None = None
@@ -100,6 +102,7 @@ class PrefillNode:
         self._store = AsyncStore(self._client(), self.settings.retry_s)
         self._woken, self._told = asyncio.Event(), asyncio.Event()
         self._orphaned: list[str] = []
+        self._pending_s: dict[str, float] = {}  # snapshots by the time they were first heard of
         self._supervisor = Supervisor()
         channel = self._ops.keys.channel
         listener = Listener(self._store.client, channel, self._heard, lambda: self._supervisor.beat("push"))
@@ -164,6 +167,14 @@ class PrefillNode:
                 self.counters["workers_reaped"] += 1
                 log.warning("worker_reaped address=%s worker=%s rooms=%d", self.address, worker, reaped.rooms)
                 self._woken.set()
+        now = time.monotonic()
+        for name in answer.pending:
+            self._pending_s.setdefault(name, now)
+        # Nobody acknowledges the snapshot of an owner that died: when its set has expired, its entry goes too.
+        old = [name for name, since in self._pending_s.items() if now - since > self.settings.retention_s]
+        for name in old[:PAGE]:
+            del self._pending_s[name]
+            await self._store.run(self._ops.drain_drop(self.address, name, me))
         self._orphaned = [name for name in answer.pending if name.startswith("orphans:")]
         if self._orphaned:
             self._told.set()
@@ -187,17 +198,36 @@ class PrefillNode:
             for start in range(0, len(page.rooms), PAGE):
                 rooms = list(page.rooms[start : start + PAGE])
                 try:
-                    assert self._on_orphans is not None
-                    await asyncio.to_thread(self._on_orphans, worker, rooms)
+                    await self._tell(worker, rooms)
                 except Exception:
                     self.counters["callback_errors"] += 1
-                    log.exception("callback_failed address=%s worker=%s", self.address, worker)
                     return  # not acknowledged: told again at the next tick
                 self.counters["orphans_told"] += len(rooms)
             cursor = page.cursor
             if cursor == "0":
                 break
         await self._store.run(self._ops.drain_ack(self.address, name, f"node:{self.instance}"))
+
+    async def _tell(self, worker: str, rooms: list[int]) -> None:
+        """Call back on a daemon thread: a callback that hangs must not keep the process from ending."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if not done.done():
+                done.set_result(None) if error is None else done.set_exception(RuntimeError(repr(error)))
+
+        def call() -> None:
+            error: BaseException | None = None
+            try:
+                assert self._on_orphans is not None
+                self._on_orphans(worker, rooms)
+            except BaseException as exc:
+                error = exc
+                log.exception("callback_failed address=%s worker=%s", self.address, worker)
+            self._thread.soon(lambda: settle(error))
+
+        self._delivery.do(call)
+        await done
 
     # -- public -------------------------------------------------------------------------------------------------
 
@@ -231,8 +261,20 @@ class PrefillNode:
         Raises InvalidRoom, StoreUnavailable (safe to retry).
         """
         room, by = check_room_id(room_id), f"node:{self.instance}"
-        op = self._ops.abort_room(self.address, worker_id, room, clean_text(reason), by)
-        return self._thread.run(self._store.run(op))
+        return self._thread.run(self._abort(worker_id, room, clean_text(reason), by))
+
+    async def _abort(self, worker_id: str, room: int, reason: str, by: str) -> bool:
+        """A worker that was fenced here, or had left for a while, is listed as `<id>.N`."""
+        if await self._store.run(self._ops.abort_room(self.address, worker_id, room, reason, by)):
+            return True
+        key = self._ops.keys.workers(self.address)
+        listed = await self._store.retry(lambda: self._store.command("ZRANGE", key, "0", "-1"))
+        for life in (str(worker) for worker in listed):
+            if life.startswith(f"{worker_id}.") and await self._store.run(
+                self._ops.abort_room(self.address, life, room, reason, by)
+            ):
+                return True
+        return False
 
     @property
     def superseded(self) -> bool:
@@ -264,6 +306,7 @@ class PrefillNode:
         with contextlib.suppress(TimeoutError):
             self._thread.run(self._stop(), timeout_s)
         self._thread.stop()
+        self._delivery.stop(0.1)
 
     async def _stop(self) -> None:
         await self._supervisor.stop()

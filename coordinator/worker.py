@@ -257,6 +257,8 @@ class Worker:
                 core.count("verdicts")
                 return NodeFailure(address, epoch, reason, verdict.counts, False, self._reader(address))
             if verdict.node.state == FAILED and verdict.node.epoch >= epoch:
+                if book is not None:
+                    core.learn(book, verdict.node)
                 return await self._already(address, verdict)
             if time.monotonic() >= deadline:
                 raise StoreUnavailable(f"{address}: the store's epoch ({verdict.node.epoch}) keeps moving: try again")
@@ -411,10 +413,13 @@ class Worker:
     async def _say_goodbye(self) -> None:
         core = self._core
         books = [book for book in self._ledger.books() if book.sent]
-        while books_behind := [book for book in books if book.behind and not book.held(time.monotonic())]:
-            await self._sync.round(books_behind)
-            if core.store_away:
+        behind = [book for book in books if book.behind and not book.held(time.monotonic())]
+        while behind:
+            await self._sync.round(behind)
+            answered = [book for book in behind if book.answered == book.sent]
+            if not answered and len(behind) == len(books):
                 raise StoreUnavailable(core.store_error)
+            behind = [book for book in answered if book.behind and not book.held(time.monotonic())]
         ops: list[Op[Any]] = [
             core.ops.reap_worker(b.address, b.worker, b.worker, "worker closed", leaving=True) for b in books
         ]

@@ -16,4 +16,7 @@ for i = 3, #ARGV do
     redis.call('ZADD', KEYS[1], text(now), ARGV[i])
 end
 redis.call('PEXPIRE', KEYS[1], text(ttl))
-return {'OK', redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', text(now - stale), 'LIMIT', '0', '64')}
+-- More than a page: another one every second, so that none of them stays unseen behind the oldest.
+local unused = redis.call('ZCOUNT', KEYS[1], '-inf', text(now - stale))
+local first = unused > 64 and (math.floor(now / 1000) * 64) % unused or 0
+return {'OK', redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', text(now - stale), 'LIMIT', text(first), '64')}

@@ -27,6 +27,6 @@ end
 local count = redis.call('HGET', pending, field)
 if count then
     redis.call('HDEL', pending, field)
-    trail(events, ARGV[8], ARGV[7], 'kind', 'acked', 'snapshot', field, 'by', by, 'rooms', count)
+    trail(events, ARGV[8], ARGV[7], 'kind', verb == 'ack' and 'acked' or 'dropped', 'snapshot', field, 'by', by, 'rooms', count)
 end
 return {verb == 'ack' and 'ACKED' or 'DROPPED'}

@@ -28,7 +28,13 @@ local counts = {}
 local function answer(status)
     local waiting = {}
     if how ~= 'probe' then
-        waiting = redis.call('HSCAN', pending, '0', 'COUNT', '100')[2]
+        -- A page a call, turning: a large hash is seen as a whole within some ticks.
+        local from = redis.call('HGET', node, 'pending_cursor') or '0'
+        local page = redis.call('HSCAN', pending, from, 'COUNT', '100')
+        waiting = page[2]
+        if page[1] ~= from then
+            redis.call('HSET', node, 'pending_cursor', page[1])
+        end
     end
     local now_is = redis.call('HMGET', node, 'epoch', 'state', 'draining')
     return {status, now_is[1] or '0', now_is[2] or 'alive', now_is[3] or '0', counts, waiting,
@@ -43,7 +49,7 @@ local function keep()
             redis.call('HSET', node, 'draining', draining)
         end
     end
-    for _, key in ipairs({node, workers, pending, events}) do
+    for _, key in ipairs({node, workers, events}) do
         redis.call('PEXPIRE', key, ttl)
     end
 end

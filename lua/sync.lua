@@ -115,7 +115,8 @@ if redis.call('EXISTS', aborts) == 1 and #ARGV >= FIRST and mode == 'delta' then
     redis.call('HDEL', aborts, unpack(ARGV, FIRST, #ARGV))
 end
 
-if now - tonumber(redis.call('HGET', node, 'probe_ms') or '0') >= interval * 0.9 then
+local since = now - tonumber(redis.call('HGET', node, 'probe_ms') or '0')
+if since < 0 or since >= interval * 0.9 then -- below 0 the clock stepped back
     granted = '1'
     redis.call('HSET', node, 'probe_ms', text(now))
 end

@@ -58,7 +58,7 @@ BAD = {
     "redis://h:0": "'h:0' is not host:port",
     f"redis://u:{SECRET}@h:70000": "Port out of range",
     f"redis://u:{SECRET}@h:x": "Port could not be cast",
-    f"redis://u:{SECRET}@[::1": "Invalid IPv6",
+    f"redis://u:{SECRET}@[::1": "cannot be read as a URL",
     f"redis://u:{SECRET}@h/main": "whole number from 0",
     f"redis://u:{SECRET}@h/-1": "whole number from 0",
     "redis://h/0?db=x": "whole number from 0",

@@ -56,7 +56,7 @@ class Book:
         self.dirty: set[int] = set()  # numbers whose membership may differ from `stored`
         self.refusal: Refusal | None = None
         self.closing: Refusal | None = None  # outranks whatever is known of the node
-        self.asleep = False
+        self.asleep = True  # the first change wakes the loop: it does not know this book yet
         self.node = NodeView(0)
         self.failed_at_s: float | None = None  # when the node's last epoch ended, on the local clock
         self.unreachable = ""  # why this worker alone has given up on the node

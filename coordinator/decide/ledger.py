@@ -111,7 +111,7 @@ class Ledger:
         self.worker, self._clock, self._wake = worker, clock, wake
         self._books: dict[str, Book] = {}  # canonical text and every other spelling that was used
         self._lives = itertools.count(1)
-        self._first_lives: set[str] = set()
+        self._forgot = False  # since then every new book gets an id of its own
         self._deadlines: list[tuple[float, int, Room]] = []
         self._deadline_lock = Lock()
         self._deadlines_bound = DEADLINES
@@ -131,7 +131,7 @@ class Ledger:
             room_id = check_room_id(room_id)
         if status is not _OPENING:
             status = check_opening(status)
-        if deadline_s is not None and not deadline_s > 0:
+        if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s > 0):
             raise ConfigError(
                 f"deadline_s={deadline_s!r} of room {room_id}: give a positive number of seconds, or None"
             )
@@ -147,6 +147,8 @@ class Ledger:
                 book.dirty.add(room_id)
         if refusal is not None:
             if refusal.state == FORGOTTEN and not self._closed:
+                if self._books.get(address) is book:  # a spelling that was entered while the book was forgotten
+                    self._books.pop(address, None)
                 return self.join(address, room_id, status, deadline_s)
             raise self._refused(book, refusal)
         if book.asleep:
@@ -242,16 +244,13 @@ class Ledger:
         book = self._books.get(name)
         if book is None:
             # setdefault is atomic: two threads that open the same address get one book
-            book = self._books.setdefault(name, Book(name, self._life(name), self._wake, self.next_life))
+            book = self._books.setdefault(name, Book(name, self._life(), self._wake, self.next_life))
         if len(self._books) < 100_000:
             self._books.setdefault(address, book)
         return book
 
-    def _life(self, address: str) -> str:
-        if address in self._first_lives:
-            return self.next_life()
-        self._first_lives.add(address)
-        return self.worker
+    def _life(self) -> str:
+        return self.next_life() if self._forgot else self.worker
 
     def next_life(self) -> str:
         """Another id for the same process at one address: batches of the former one cannot be mistaken for it."""
@@ -262,6 +261,7 @@ class Ledger:
         with book.lock:
             if book.rooms:
                 return False
+            self._forgot = True
             book.refusal = book.closing = Refusal(FORGOTTEN, "no room was open here for long")
             for text in [text for text, known in self._books.copy().items() if known is book]:
                 self._books.pop(text, None)

@@ -136,7 +136,7 @@ class Core:
     def _hook(self, hook: Callable[[str], object], address: str) -> None:
         try:
             hook(address)
-        except Exception:  # a hook is not ours; failing the rooms must not depend on it
+        except BaseException:  # a hook is not ours; failing the rooms must not depend on it
             self.count("callback_errors")
             log.exception("hook_failed address=%s", address)
 

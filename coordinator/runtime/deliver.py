@@ -49,17 +49,23 @@ class Delivery:
     def do(self, work: Callable[[], object]) -> None:
         """Do `work` on the delivery thread, after what was queued before."""
         with self._start:
+            self._queue.put(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-        self._queue.put(work)
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads now: told with the next piece of work
+                    self.errors += 1
+                    log.exception("delivery_waits")
+                else:
+                    self._thread = thread
 
     def _tell(self, pairs: list[tuple[Room, Failure]]) -> None:
         for room, failure in pairs:
             for callback in list(self._callbacks):
                 try:
                     callback(room, failure)
-                except Exception:  # the callback is not ours; the next room must still be told
+                except BaseException:  # not ours, and SystemExit or CancelledError would end this thread in silence
                     self.errors += 1
                     log.exception("callback_failed room=%d address=%s", room.id, failure.address)
             self.told += 1
@@ -68,7 +74,7 @@ class Delivery:
         while (work := self._queue.get()) is not None:
             try:
                 work()
-            except Exception:
+            except BaseException:
                 self.errors += 1
                 log.exception("delivery_failed")
 

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass, field
 
 from ..decide.book import Book
-from ..decide.detector import Act, Evidence
-from ..errors import StoreUnavailable
+from ..decide.detector import ANSWERS, Act, Evidence
+from ..errors import CoordinatorError, StoreUnavailable
 from ..protocol import FAILED, NodeView, Registration, Votes
 from ..rooms import Cause
 from ..store.verdict import fail_address_async, new_call, register_async
@@ -107,7 +107,10 @@ class Heartbeat:
                 return
             await self._seen(book, sight, epoch, now)
             await self._do(book, act, f"{sight.evidence}: {sight.detail}")
-        except Exception:
+        except BaseException as exc:
+            task = asyncio.current_task()
+            if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # this look was cancelled, not something the probe waited for
             core.count("probe_errors")
             core.detector.abandon(address)
             log.exception("probe_failed address=%s", address)
@@ -117,9 +120,10 @@ class Heartbeat:
         core = self.core
         if sight.evidence is Evidence.MISCONFIGURED:
             self._misconfigured(book, sight)
-        if sight.evidence is not Evidence.OK:
+        if sight.evidence not in ANSWERS:
             return
-        self._warned.discard(("misconfigured", book.address))
+        if sight.evidence is Evidence.OK:
+            self._warned.discard(("misconfigured", book.address))
         core.answered(book.address)
         if book.unreachable:
             book.reachable()
@@ -198,9 +202,11 @@ class Heartbeat:
         async with self._turn:
             if core.store_away:
                 return None
+            if vote and core.detector.watch(book.address).voted_s is None:  # it answered while this vote waited
+                return Votes(stale=True)
             try:
                 return await core.store.once(op)
-            except StoreUnavailable:
+            except CoordinatorError:
                 return None
 
     async def fail(self, book: Book, epoch: int, reason: str, by: str, call: str = "") -> None:
@@ -210,7 +216,7 @@ class Heartbeat:
             verdict = await fail_address_async(
                 core.store, core.ops, book.address, reason, by, epoch, call or new_call()
             )
-        except StoreUnavailable:
+        except CoordinatorError:
             if core.detector.uncounted(book.address) is Act.GIVE_UP:
                 core.give_up(book, f"{reason}; the store is away")
             return

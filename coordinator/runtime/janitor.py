@@ -28,6 +28,7 @@ class Janitor:
     forgotten: Callable[[str], object] = lambda address: None
     _drop_at: list[tuple[float, str, str]] = field(default_factory=list)
     _adopted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _adopted_s: dict[str, float] = field(default_factory=dict)
     _discover_at_s: float = 0.0
     _empty_since: dict[str, float] = field(default_factory=dict)
 
@@ -89,7 +90,7 @@ class Janitor:
                 left = tuple(w for w in self._adopted[address] if w != worker)
                 self._adopted[address] = left
                 if not left:
-                    del self._adopted[address]
+                    del self._adopted[address], self._adopted_s[address]
 
     async def _discover(self, now: float) -> None:
         """Keep the index fresh; adopt addresses where workers are listed and nobody syncs any more."""
@@ -100,13 +101,14 @@ class Janitor:
         used = [book.address for book in core.ledger.books()]
         answer = await core.store.once(core.ops.discover(used))
         unused = set(answer).difference(used)
-        for address in set(self._adopted) - unused:  # its own workers, or its node, are back
-            del self._adopted[address]
+        for address in list(self._adopted):  # it came back into use, here or, if nothing was reaped, elsewhere
+            if address in used or now - self._adopted_s[address] > 3 * core.settings.lease_s:
+                del self._adopted[address], self._adopted_s[address]
         for address in unused - set(self._adopted):
             listed = await core.store.command("ZRANGE", core.ops.keys.workers(address), "0", "-1")
             if listed:
                 log.info("address_adopted address=%s workers=%d", address, len(listed))
-                self._adopted[address] = tuple(str(worker) for worker in listed)
+                self._adopted[address], self._adopted_s[address] = tuple(str(worker) for worker in listed), now
 
     async def _forget(self, now: float) -> None:
         """Leave addresses that had no room for long: nodes come and go, a worker lives for weeks."""
@@ -120,6 +122,7 @@ class Janitor:
                 self._empty_since.pop(book.address, None)
                 core.detector.forget(book.address)
                 self.forgotten(book.address)
+                core.ended(book.address)  # nobody watches the node from here: what is cached about it would outlive it
                 await core.store.run(
                     core.ops.reap_worker(book.address, book.worker, book.worker, "no rooms for long", leaving=True)
                 )

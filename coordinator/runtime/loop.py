@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from ..errors import WorkerClosed
@@ -29,6 +29,10 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        if left := asyncio.all_tasks(self.loop):  # somebody waits for these in another thread
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.wait(left, timeout=1.0))
         self.loop.close()
 
     def check(self) -> None:
@@ -54,7 +58,10 @@ class LoopThread:
             raise RuntimeError(
                 f"{self.name}: a blocking call from its own loop would wait for itself; use the a... form"
             )
-        return self.submit(work).result(timeout_s)
+        try:
+            return self.submit(work).result(timeout_s)
+        except CancelledError:
+            raise WorkerClosed(f"{self.name} was closed meanwhile: create a new one") from None
 
     def soon(self, callback: Callable[[], object]) -> None:
         """Run `callback` on the loop soon; quietly nothing if the loop is gone."""

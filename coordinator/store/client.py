@@ -44,6 +44,7 @@ STRIPPED = {
     "MovedError": "MOVED",
     "AskError": "ASK",
 }
+CALLS = 2  # at once, beside one of the sync loop; with the listener they are connect.CONNECTIONS
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.02, 0.5
 
 
@@ -137,6 +138,9 @@ class AsyncStore:
     def __init__(self, client: Any, retry_s: float = 5.0) -> None:
         self.client, self.retry_s = client, retry_s
         self._pipelines = not hasattr(client, "nodes_manager")  # a cluster client routes each call by itself
+        # Not every pool waits for a free connection; and whatever else goes on, sync has one.
+        self._slots = asyncio.Semaphore(CALLS if self._pipelines else CALLS + 1)
+        self._sync_slot = asyncio.Semaphore(1) if self._pipelines else self._slots
 
     async def run(self, op: Op[T]) -> T:
         """Run `op`, repeating it for `retry_s` while the store is away.
@@ -167,21 +171,26 @@ class AsyncStore:
     async def command(self, *words: Any) -> Any:
         """One plain read command, one attempt, errors classified."""
         try:
-            return await self.client.execute_command(*words)
+            async with self._slots:
+                return await self.client.execute_command(*words)
         except driver_errors() as exc:
             await self._after_error(exc)
             raise classify(exc) from exc
 
-    async def many(self, ops: Sequence[Op[T]]) -> list[T | CoordinatorError]:
-        """One attempt for each op, in one round trip where the topology allows it; errors are values here."""
+    async def many(self, ops: Sequence[Op[T]], *, sync: bool = False) -> list[T | CoordinatorError]:
+        """One attempt for each op, in one round trip where the topology allows it; errors are values here.
+
+        `sync`: over the connection that is kept for the sync loop.
+        """
         if not ops:
             return []
         if not self._pipelines:
             return list(await asyncio.gather(*[self._single(op) for op in ops]))
-        replies = await self._pipeline(ops, by_sha=True)
+        slot = self._sync_slot if sync else self._slots
+        replies = await self._pipeline(ops, slot, by_sha=True)
         missing = [i for i, reply in enumerate(replies) if _is_noscript(reply)]
         if missing:
-            again = await self._pipeline([ops[i] for i in missing], by_sha=False)
+            again = await self._pipeline([ops[i] for i in missing], slot, by_sha=False)
             for i, reply in zip(missing, again, strict=True):
                 replies[i] = reply
         results: list[T | CoordinatorError] = []
@@ -190,12 +199,13 @@ class AsyncStore:
             results.append(result)
         return results
 
-    async def _pipeline(self, ops: Sequence[Op[T]], by_sha: bool) -> list[Any]:
+    async def _pipeline(self, ops: Sequence[Op[T]], slot: asyncio.Semaphore, by_sha: bool) -> list[Any]:
         pipe = self.client.pipeline(transaction=False)
         for op in ops:
             pipe.execute_command(*_command(op, by_sha))
         try:
-            return list(await pipe.execute(raise_on_error=False))
+            async with slot:
+                return list(await pipe.execute(raise_on_error=False))
         except driver_errors() as exc:
             return [exc] * len(ops)
 
@@ -205,9 +215,11 @@ class AsyncStore:
         reply: Any
         try:
             try:
-                reply = await self.client.execute_command(*_command(op, True))
+                async with self._slots:
+                    reply = await self.client.execute_command(*_command(op, True))
             except rex.NoScriptError:
-                reply = await self.client.execute_command(*_command(op, False))
+                async with self._slots:
+                    reply = await self.client.execute_command(*_command(op, False))
         except driver_errors() as exc:
             reply = exc
         return await self._result(op, reply)

@@ -11,7 +11,7 @@ replies. The number of connections is small and fixed.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -21,7 +21,7 @@ from ..errors import ConfigError
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "redis+cluster")
 _IN_QUERY = re.compile(r"(password=)[^&]*")
-CONNECTIONS = 4  # sync batches, verdicts and votes, probes' registrations, one spare; the listener has its own
+CONNECTIONS = 4  # sync batches, verdicts and votes, probes' registrations, one spare; the listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Target:
     """A parsed URL. `hosts` is empty for unix sockets, `service` is set for Sentinel only."""
 
     scheme: str
-    url: str
+    url: str = field(repr=False)
     hosts: tuple[tuple[str, int], ...] = ()
     service: str = ""
     db: int = 0
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
 
     @property
     def shown(self) -> str:
@@ -53,7 +53,7 @@ def redact(url: str) -> str:
 def parse_url(url: str) -> Target:
     """Parse a store URL; raise ConfigError naming what is wrong and the forms that work."""
     try:
-        parts = urlsplit(url)
+        parts = _split(url)
         if parts.scheme not in SCHEMES:
             raise ValueError(f"the scheme must be one of {', '.join(s + '://' for s in SCHEMES)}")
         if parts.scheme != "unix" and "@" in parts.path + parts.query + parts.fragment:
@@ -67,6 +67,13 @@ def parse_url(url: str) -> Target:
         return _network(parts, url)
     except ValueError as exc:
         raise ConfigError(f"store URL {redact(url)!r}: {exc}") from None
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # its text may quote the password
+        raise ValueError("it cannot be read as a URL: percent-encode what is unusual in it") from None
 
 
 def _check_query(parts: SplitResult) -> None:

@@ -22,10 +22,10 @@ local function snapshot(first_key, first, pending, epoch, ttl)
         local lost = KEYS[first_key + 2 * (i - first) + 1]
         local n = redis.call('SCARD', rooms)
         if n > 0 then
+            redis.call('HSET', pending, 'lost:' .. epoch .. ':' .. ARGV[i], n)
             redis.call('UNLINK', lost)
             redis.call('RENAME', rooms, lost)
             redis.call('PEXPIRE', lost, ttl)
-            redis.call('HSET', pending, 'lost:' .. epoch .. ':' .. ARGV[i], n)
             counts[#counts + 1] = ARGV[i]
             counts[#counts + 1] = tostring(n)
         end
