@@ -49,7 +49,7 @@ PAGE = 250  # of a snapshot; one read holds the server for less than a milliseco
 class NodeFailure:
     """What failing a node did: the epoch that ended and how many rooms each worker had open there.
 
-    `already`: the node had failed before, with that `reason`; this call changed nothing.
+    `already`: that epoch had ended before, with that `reason` (a failure, or a restart); this call changed nothing.
     """
 
     address: str
@@ -256,9 +256,11 @@ class Worker:
                     core.learn(book, view)
                 core.count("verdicts")
                 return NodeFailure(address, epoch, reason, verdict.counts, False, self._reader(address))
-            if verdict.node.state == FAILED and verdict.node.epoch >= epoch:
-                if book is not None:
-                    core.learn(book, verdict.node)
+            # The epoch that was meant has ended, by whatever came first; what lives there now is another generation.
+            if verdict.node.epoch > epoch or (verdict.node.state == FAILED and verdict.node.epoch == epoch):
+                while book is not None and book.node.epoch < verdict.node.epoch and time.monotonic() < deadline:
+                    core.hurry(address)  # the next sync tells it all, the instance too
+                    await asyncio.sleep(self.settings.flush_s)
                 return await self._already(address, verdict)
             if time.monotonic() >= deadline:
                 raise StoreUnavailable(f"{address}: the store's epoch ({verdict.node.epoch}) keeps moving: try again")

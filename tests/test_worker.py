@@ -12,13 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fleet import PATIENCE_S, Fleet, Watched, fast, hold
 from servers import FakeLane, Server
 from util import wait_until
 
+import coordinator.worker as worker_module
 from coordinator import Cause, ConfigError, Failure, Room, Settings, Status, UnknownAddress, Worker
+from coordinator.store.ops import Ops
+from coordinator.store.verdict import fail_address_async, register_async
 
 BIG = 8804230600348159981  # past 2**53: no double holds it
 
@@ -372,3 +376,22 @@ def test_bad_url_is_refused_and_leaves_no_thread(url: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(url))):
         Worker(url)
     assert threading.active_count() == before
+
+
+def test_fail_node_never_fails_the_generation_after_the_one_that_was_meant(fleet: Fleet) -> None:
+    """An operator's call that races a restart finds its epoch ended and leaves the new instance's rooms alone (15)."""
+    node = fleet.farm.node("life-1")
+    a = fleet.worker("a")
+    a.join(node.address, [1])
+    epoch = fleet.epoch(node.address)
+
+    async def after_a_restart(store: Any, ops: Ops, address: str, *rest: Any) -> Any:
+        await register_async(store, ops, address, "start", "life-2", epoch, "node:life-2")
+        return await fail_address_async(store, ops, address, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "fail_address_async", after_a_restart)
+        failure = a.worker.fail_node(node.address, "operator")
+    assert (failure.already, failure.epoch) == (True, epoch)
+    assert fleet.epoch(node.address) == epoch + 1
+    assert a.worker.status(node.address, 1) is Status.FAILED
