@@ -100,6 +100,12 @@ class Book:
         with self.lock:
             return any(0 < room._status < 4 for room in self.rooms.values())
 
+    @property
+    def empty(self) -> bool:
+        """Whether no room is open here; what has failed or succeeded and was not left does not count."""
+        with self.lock:
+            return not any(0 < room._status < 4 for room in self.rooms.values())
+
     def held(self, now: float) -> bool:
         """Whether all that waits are rooms that a full store did not take."""
         return self._flight is None and now < self._hold_adds_until_s

@@ -152,7 +152,12 @@ def _bound(host: str, port: int, share: bool) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if share:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    bound.bind((host, port))
+    try:
+        bound.bind((host, port))
+    except OSError as exc:
+        bound.close()
+        hint = "a node takes the port of its address for /health and the next one for the bytes"
+        raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror}; {hint}") from None
     return bound
 
 

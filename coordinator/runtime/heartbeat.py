@@ -183,7 +183,7 @@ class Heartbeat:
         if act is Act.WITHDRAW and book.node.state != FAILED:
             await self._send_vote(book, False, reason)
             core.hurry(address)
-        elif act is Act.GIVE_UP:
+        elif act is Act.GIVE_UP and not (book.node.state == FAILED and book.empty):
             core.give_up(book, f"this worker cannot reach it ({reason})")
         elif act is Act.FAIL:
             await self.fail(book, book.node.epoch, reason, book.worker)
