@@ -45,6 +45,11 @@ class MooncakeBackend(Backend[E]):
         self._enter(room.id, -1)
         if room.status is Status.FAILED or room.address in self._silent:
             room.leave()
+            self._forget_empty(room.address)
+
+    def _forget_empty(self, address: str) -> None:
+        if not self.worker.rooms(address):
+            self._silent.discard(address)
 
     def _enter(self, room_id: int, by: int) -> None:
         with self._lock:
@@ -58,6 +63,7 @@ class MooncakeBackend(Backend[E]):
         super()._ended(address)
         self._silent.add(address)  # no good beat may ever come: what is over leaves now
         self._sweep(address)
+        self._forget_empty(address)
 
     def _good_beat(self, address: str) -> None:
         self._silent.discard(address)

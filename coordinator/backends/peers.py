@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
 E = TypeVar("E")
 
+REMEMBERED = 1000
 ATTEMPTS = 3  # a node that is evicted this often while one endpoint connects is not there
 
 
@@ -37,18 +39,19 @@ class PeerCache(Generic[E]):
         self._fetch, self._stale = fetch, stale
         self._lock = Lock()
         self._peers: dict[str, Peer[E]] = {}
-        self._generations: dict[str, int] = {}
+        self._generations: dict[str, int] = {}  # of addresses evicted lately; all others have the floor's
+        self._floor, self._next = 0, count(1).__next__
 
     def peer(self, address: str) -> Peer[E]:
         """The node at `address`, fetched if it is not known. Raises what `fetch` raises, or ConnectionError."""
         for _ in range(ATTEMPTS):
             with self._lock:
-                known, generation = self._peers.get(address), self._generations.get(address, 0)
+                known, generation = self._peers.get(address), self._generations.get(address, self._floor)
             if known is not None:
                 return known
             instance, info = self._fetch(address)
             with self._lock:
-                if self._generations.get(address, 0) == generation:
+                if self._generations.get(address, self._floor) == generation:
                     return self._peers.setdefault(address, Peer(instance, info))
         raise ConnectionError(f"{address} failed {ATTEMPTS} times while it was looked up")
 
@@ -73,7 +76,9 @@ class PeerCache(Generic[E]):
     def evict(self, address: str) -> list[E]:
         """Forget the node at exactly this address; its endpoints, for the caller to disconnect, each once."""
         with self._lock:
-            self._generations[address] = self._generations.get(address, 0) + 1
+            self._generations[address] = self._next()
+            if len(self._generations) > REMEMBERED:  # whoever is fetching meanwhile fetches once more
+                self._generations, self._floor = {}, self._next()
             peer = self._peers.pop(address, None)
             if peer is None:
                 return []

@@ -35,13 +35,12 @@ class Room:
     """
 
     __slots__ = ("_book", "_failure", "_status", "id", "opened_s")
-    _failure: Failure  # unset until the room fails: opening a room is on the hot path
-
-    def __init__(self, book: Book, room_id: int, status: int, opened_s: float) -> None:
-        self._book = book
-        self._status = status
-        self.id = room_id
-        self.opened_s = opened_s
+    # Set by Ledger.join, nowhere else; `_failure` stays unset until the room fails. Opening a room is on the hot path.
+    _book: Book
+    _failure: Failure
+    _status: int
+    id: int
+    opened_s: float
 
     @property
     def address(self) -> str:
@@ -104,6 +103,9 @@ class Room:
         return f"<Room {self.id} at {self.address} {self.status.name}>"
 
 
+_new_room: Callable[[type[Room]], Room] = object.__new__
+
+
 class Ledger:
     """All rooms of one worker. `clock` is injected (monotonic seconds); `wake` is called when a sleeping book stirs."""
 
@@ -129,12 +131,8 @@ class Ledger:
             book = self.open_book(address)
         if type(room_id) is not int or not 0 <= room_id <= MAX_ROOM_ID:
             room_id = check_room_id(room_id)
-        if status is not _OPENING:
-            status = check_opening(status)
-        if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s > 0):
-            raise ConfigError(
-                f"deadline_s={deadline_s!r} of room {room_id}: give a positive number of seconds, or None"
-            )
+        if status is not _OPENING or deadline_s is not None:
+            status = _checked(room_id, status, deadline_s)
         now = self._clock()
         with book.lock:
             refusal = book.refusal
@@ -143,7 +141,11 @@ class Ledger:
                 old = rooms.get(room_id)
                 if old is not None and 0 < old._status < _SUCCESS:
                     raise RoomExists(f"room {room_id} is already open at {book.address}: leave it first")
-                room = rooms[room_id] = Room(book, room_id, status, now)
+                room = rooms[room_id] = _new_room(Room)  # no __init__: its frame costs as much as all four stores
+                room._book = book
+                room._status = status
+                room.id = room_id
+                room.opened_s = now
                 book.dirty.add(room_id)
         if refusal is not None:
             if refusal.state == FORGOTTEN and not self._closed:
@@ -161,16 +163,16 @@ class Ledger:
         """Move a room up; False if it is not open here or would not move. Raises InvalidRoom, InvalidStatus."""
         if type(status) is not Status:
             status = check_status(status)
-        book: Book | None
         try:
             book = self._books[address]
         except (KeyError, TypeError):
-            book = self._find(address)
+            found = self._find(address)
+            check_room_id(room_id)
+            if found is None:
+                return False
+            book = found
         if type(room_id) is not int:
             room_id = check_room_id(room_id)
-        if book is None:
-            check_room_id(room_id)
-            return False
         with book.lock:
             room = book.rooms.get(room_id)
             if room is None:
@@ -186,16 +188,16 @@ class Ledger:
 
     def leave(self, address: str, room_id: int) -> bool:
         """Close a room; False if it is not open here. Raises InvalidAddress, InvalidRoom."""
-        book: Book | None
         try:
             book = self._books[address]
         except (KeyError, TypeError):
-            book = self._find(address)
+            found = self._find(address)
+            check_room_id(room_id)
+            if found is None:
+                return False
+            book = found
         if type(room_id) is not int:
             room_id = check_room_id(room_id)
-        if book is None:
-            check_room_id(room_id)
-            return False
         with book.lock:
             if book.rooms.pop(room_id, None) is None:
                 check_room_id(room_id)
@@ -327,6 +329,13 @@ class Ledger:
                 heapq.heapify(self._deadlines)
                 self._deadlines_bound = max(DEADLINES, 2 * len(self._deadlines))
         self._wake()
+
+
+def _checked(room_id: int, status: Status, deadline_s: float | None) -> Status:
+    """What is unusual about a join, checked; raises InvalidStatus, ConfigError."""
+    if deadline_s is not None and not (type(deadline_s) in (int, float) and 0 < deadline_s < 1e9):
+        raise ConfigError(f"deadline_s={deadline_s!r} of room {room_id}: give a positive number of seconds, or None")
+    return check_opening(status)
 
 
 def _finish(book: Book, room: Room, status: int, reason: str) -> bool:

@@ -216,9 +216,9 @@ class Heartbeat:
             verdict = await fail_address_async(
                 core.store, core.ops, book.address, reason, by, epoch, call or new_call()
             )
-        except CoordinatorError:
+        except CoordinatorError as exc:
             if core.detector.uncounted(book.address) is Act.GIVE_UP:
-                core.give_up(book, f"{reason}; the store is away")
+                core.give_up(book, f"{reason}; and {exc}")
             return
         if verdict.outcome == "FAILED":
             core.count("verdicts")

@@ -23,12 +23,14 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.name, self.pid = name, os.getpid()
         self.loop = asyncio.new_event_loop()
+        self._closing, self._door = False, threading.Lock()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        self.loop.run_until_complete(asyncio.sleep(0))  # what was submitted last becomes a task
         if left := asyncio.all_tasks(self.loop):  # somebody waits for these in another thread
             for task in left:
                 task.cancel()
@@ -46,7 +48,10 @@ class LoopThread:
         """Start `work` on the loop; the future may be waited for in a thread or wrapped for asyncio."""
         try:
             self.check()
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
+            with self._door:
+                if self._closing:
+                    raise WorkerClosed(f"{self.name} is closed: create a new one")
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
         except BaseException:
             work.close()
             raise
@@ -73,6 +78,8 @@ class LoopThread:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the loop and its thread."""
+        with self._door:
+            self._closing = True
         self.soon(self.loop.stop)
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout_s)
