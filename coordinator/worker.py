@@ -22,7 +22,7 @@ from .config import Settings, check_name
 from .decide.book import CLOSED, Book
 from .decide.detector import Detector
 from .decide.ledger import Ledger, Room
-from .errors import StoreUnavailable, UnknownAddress
+from .errors import StoreUnavailable, UnknownAddress, WorkerClosed
 from .protocol import FAILED, NodeView, Page, Verdict, clean_text
 from .rooms import Cause, Failure, Status
 from .runtime.core import Core
@@ -355,6 +355,8 @@ class Worker:
             for a, v in addresses.items()
             if v["last_probe"] == "misconfigured"
         ]
+        if not self._closed and not self._thread.alive:
+            problems.append("the worker's event loop has ended: nothing is watched any more")
         if core.store_away:
             problems.append(f"store: {core.store_error}")
         if core.store_full:
@@ -389,7 +391,9 @@ class Worker:
         self._closed = True
         _living.discard(self)
         self._ledger.refuse_all()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(
+            TimeoutError, WorkerClosed
+        ):  # a loop that has ended must not keep the rooms from failing
             self._thread.run(self._stop(timeout_s), timeout_s + 2.0)
         self._delivery.failed(self._ledger.fail_all())
         self._thread.stop()

@@ -395,3 +395,18 @@ def test_fail_node_never_fails_the_generation_after_the_one_that_was_meant(fleet
     assert (failure.already, failure.epoch) == (True, epoch)
     assert fleet.epoch(node.address) == epoch + 1
     assert a.worker.status(node.address, 1) is Status.FAILED
+
+
+def test_a_loop_that_has_ended_is_seen_and_does_not_keep_close_from_failing_the_rooms(fleet: Fleet) -> None:
+    """health() says so instead of "ok"; close() raises nothing, and what was open fails as closed, once."""
+    node, a = fleet.farm.node("life-1"), fleet.worker("a")
+    room = a.join(node.address, [1])[0]
+    assert a.worker.health()["status"] == "ok"
+    a.worker._thread.stop()
+    health = a.worker.health()
+    assert health["status"] == "degraded"
+    assert any("event loop has ended" in problem for problem in health["problems"])
+    a.worker.close()
+    assert room.failure is not None
+    assert room.failure.cause is Cause.CLOSED
+    failed_once(a, {1})

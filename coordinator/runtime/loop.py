@@ -37,6 +37,11 @@ class LoopThread:
             self.loop.run_until_complete(asyncio.wait(left, timeout=1.0))
         self.loop.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the loop turns, in this process."""
+        return os.getpid() == self.pid and self.thread.is_alive()
+
     def check(self) -> None:
         """Raise WorkerClosed if the loop is gone or belongs to the parent of this process."""
         if os.getpid() != self.pid:
