@@ -26,9 +26,15 @@ local granted = '0'
 local function answer(status)
     local n = redis.call('HMGET', node, 'epoch', 'state', 'failed_ms', 'cause', 'reason', 'by', 'instance', 'draining')
     local age = n[3] and math.max(0, now - tonumber(n[3])) or -1 -- 0 if the clock stepped back: -1 means never
-    local marks = {}
+    local marks, cursor = {}, '0'
     if redis.call('EXISTS', aborts) == 1 then
-        marks = redis.call('HSCAN', aborts, '0', 'COUNT', '100')[2]
+        repeat -- one call may meet only what earlier batches emptied, and end before the marks that are left
+            local page = redis.call('HSCAN', aborts, cursor, 'COUNT', '100')
+            for _, word in ipairs(page[2]) do
+                marks[#marks + 1] = word
+            end
+            cursor = page[1]
+        until #marks >= 200 or cursor == '0'
     end
     return {status, n[1] or '0', n[2] or 'alive', text(age), n[4] or '', n[5] or '', n[6] or '', n[7] or '',
         n[8] or '0', granted, tostring(redis.call('ZCOUNT', workers, text(now), '+inf')),
