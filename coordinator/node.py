@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -275,6 +275,23 @@ class PrefillNode:
             ):
                 return True
         return False
+
+    def open_among(self, room_ids: Sequence[int]) -> set[int]:
+        """Those of `room_ids` that a worker which is listed here has open: the same number may be open in several.
+
+        What a worker opened within its last `flush_s` is not seen. Raises InvalidRoom, StoreUnavailable (retry).
+        """
+        return self._thread.run(self._open_among([check_room_id(room) for room in room_ids]))
+
+    async def _open_among(self, rooms: list[int]) -> set[int]:
+        keys, store = self._ops.keys, self._store
+        listed = await store.retry(lambda: store.command("ZRANGE", keys.workers(self.address), "0", "-1"))
+        found: set[int] = set()
+        for worker in listed:
+            calls = [("SISMEMBER", keys.rooms(self.address, str(worker)), str(room)) for room in rooms]
+            replies = await store.retry(lambda calls=calls: store.commands(calls))  # type: ignore[misc]
+            found |= {room for room, there in zip(rooms, replies, strict=True) if int(there)}
+        return found
 
     @property
     def superseded(self) -> bool:

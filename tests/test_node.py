@@ -252,3 +252,17 @@ def test_async_with(redis_url: str) -> None:
 
     assert asyncio.run(scene()) == "life-1"
     assert not [t for t in threading.enumerate() if t.name.startswith("coordinator")]
+
+
+def test_a_number_that_lives_in_another_worker_is_seen(lane_fleet: Fleet) -> None:
+    """A node can ask whether a listed worker has the same number open; what the dead had does not count."""
+    at = lane_fleet.farm.node("life-1").address
+    node = lane_fleet.prefill(at, instance="life-1")
+    a, b = lane_fleet.worker("a"), lane_fleet.worker("b")
+    a.join(at, [1, 2, 2**63 - 1])
+    b.join(at, [2, 3])
+    a.worker.close()
+    wait_until(lambda: node.open_among([1, 2, 3, 4, 2**63 - 1]) == {2, 3}, PATIENCE_S, "only what b has open")
+    assert node.open_among([]) == set()
+    with pytest.raises(InvalidRoom):
+        node.open_among([-1])

@@ -177,6 +177,20 @@ class AsyncStore:
             await self._after_error(exc)
             raise classify(exc) from exc
 
+    async def commands(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Plain read commands, in one round trip where the topology allows it, one attempt, errors classified."""
+        if not self._pipelines:
+            return [await self.command(*words) for words in calls]
+        pipe = self.client.pipeline(transaction=False)
+        for words in calls:
+            pipe.execute_command(*words)
+        try:
+            async with self._slots:
+                return list(await pipe.execute())
+        except driver_errors() as exc:
+            await self._after_error(exc)
+            raise classify(exc) from exc
+
     async def many(self, ops: Sequence[Op[T]], *, sync: bool = False) -> list[T | CoordinatorError]:
         """One attempt for each op, in one round trip where the topology allows it; errors are values here.
 
