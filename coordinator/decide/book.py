@@ -18,6 +18,7 @@ from ..rooms import Cause, Failure, Status
 
 if TYPE_CHECKING:
     from .ledger import Room
+    from .notes import Notes
 
 UNREACHABLE, DRAINING, CLOSED, FORGOTTEN = "unreachable", "draining", "closed", "forgotten"
 CHUNK = 1000  # rooms failed under one hold of the lock: joins of other rooms get in between
@@ -40,7 +41,8 @@ class Outcome:
     ended: bool = False  # an epoch ended, or the node failed: what is cached about it is void
     acknowledge: list[str] = field(default_factory=list)  # pending fields whose rooms were taken care of
     expired: tuple[str, ...] = ()  # workers to reap
-    granted: bool = False
+    turns: int = 0  # to probe, one interval apart, the first in `turn_ms`
+    turn_ms: int = 0
     revived: bool = False
     again: bool = False  # sync this address again at once
 
@@ -48,8 +50,15 @@ class Outcome:
 class Book:
     """The rooms one worker has at one address, and its picture of the node."""
 
-    def __init__(self, address: str, worker: str, wake: Callable[[], None], next_life: Callable[[], str]) -> None:
-        self.address, self.worker = address, worker
+    def __init__(
+        self,
+        address: str,
+        worker: str,
+        wake: Callable[[], None],
+        next_life: Callable[[], str],
+        notes: Notes | None = None,
+    ) -> None:
+        self.address, self.worker, self.notes = address, worker, notes
         self.lock = Lock()
         self.rooms: dict[int, Room] = {}
         self.stored: set[int] = set()  # what the store holds, or may hold, for this worker
@@ -59,6 +68,7 @@ class Book:
         self.asleep = True  # the first change wakes the loop: it does not know this book yet
         self.node = NodeView(0)
         self.failed_at_s: float | None = None  # when the node's last epoch ended, on the local clock
+        self.past: tuple[float, Failure] | None = None  # what was opened here before then failed, and why
         self.unreachable = ""  # why this worker alone has given up on the node
         self.seen_instance = ""  # what a probe of this worker read last, and since when
         self.seen_since_s = 0.0
@@ -125,7 +135,7 @@ class Book:
 
     # -- out ----------------------------------------------------------------------------------------------------
 
-    def batch(self, now: float, limit: int, stats: Stats | None = None) -> Batch:
+    def batch(self, now: float, limit: int, stats: Stats | None = None, claim: int = 1) -> Batch:
         """The next batch, or the one still unanswered. An empty batch renews the lease."""
         if self._flight is not None:
             return self._repeated(self._flight, now)
@@ -153,8 +163,8 @@ class Book:
         known = replace(self.node, failed_age_ms=self._age_ms(now))
         self._flight_at_s = now
         self._flight = Batch(
-            self.address, self.worker, self._number, mode, known, count, tuple(adds), tuple(removes), stats
-        )
+            self.address, self.worker, self._number, mode, known, count, tuple(adds), tuple(removes), stats, claim
+        )  # fmt: skip
         return self._flight
 
     def _repeated(self, flight: Batch, now: float) -> Batch:
@@ -204,7 +214,7 @@ class Book:
             return Outcome()
         self._flight = None
         self.synced_s, self.watchers = now, reply.watchers
-        outcome = Outcome(expired=reply.expired, granted=reply.granted)
+        outcome = Outcome(expired=reply.expired, turns=reply.turns, turn_ms=reply.turn_ms)
         self.learn(reply.node, now, outcome)
         self.undone += reply.status is not SyncStatus.OK
         if reply.status is SyncStatus.FENCED:
@@ -244,10 +254,13 @@ class Book:
             epochs = sorted({known.epoch, seen.epoch - 1})
             outcome.acknowledge += [f"lost:{epoch}:{self.worker}" for epoch in epochs]
             self._reset = True
+        past = cutoff
         if seen.state == FAILED and (ended or first):
             cutoff = now + 1e9  # a failed address holds no rooms: what slipped in is refused too
         if victims and cutoff is not None:
             outcome.failed += [(room, failure) for room in self.fail_rooms(victims, failure, cutoff)]
+        if past is not None and (ended or first or seen.state == FAILED):
+            self._passed(past, failure)
         outcome.ended |= ended or (seen.state == FAILED and known.state != FAILED)
         if seen.epoch == known.epoch and FAILED not in (known.state, seen.state):
             self._replaced_unseen(known, now, outcome)
@@ -263,6 +276,7 @@ class Book:
         with self.lock:
             victims = list(self.rooms.values())
         since = self.seen_since_s if new == self.seen_instance else now
+        self._passed(since, failure)
         outcome.failed += [(room, failure) for room in self.fail_rooms(victims, failure, since)]
         outcome.ended = True
 
@@ -308,6 +322,21 @@ class Book:
                     failed.append(room)
         return failed
 
+    def _passed(self, until_s: float, failure: Failure) -> None:
+        """Remember until when what was opened here is past."""
+        if self.past is None or until_s > self.past[0]:
+            self.past = (until_s, failure)
+
+    def void(self, until_s: float) -> list[tuple[Room, Failure]]:
+        """What was known of the former instance was in use here until then: what was opened with it is past, too."""
+        if self.past is None or until_s <= self.past[0]:
+            return []
+        failure = self.past[1]
+        self.past = (until_s, failure)
+        with self.lock:
+            victims = list(self.rooms.values())
+        return [(room, failure) for room in self.fail_rooms(victims, failure, until_s)]
+
     def saw_instance(self, instance: str, now: float) -> bool:
         """A probe read `instance`; True if it is another than the store knows."""
         if instance != self.seen_instance:
@@ -325,6 +354,7 @@ class Book:
         failure = Failure(Cause.NODE_RESTARTED, reason, self.address, self.node.epoch, self.worker)
         with self.lock:
             victims = list(self.rooms.values())
+        self._passed(self.seen_since_s, failure)
         return [(room, failure) for room in self.fail_rooms(victims, failure, self.seen_since_s)]
 
     def fail_unreachable(self, reason: str) -> list[tuple[Room, Failure]]:
@@ -334,7 +364,10 @@ class Book:
             self.unreachable = reason
             self.refusal = self.refused
             victims = list(self.rooms.values())
-        return [(room, failure) for room in self.fail_rooms(victims, failure)]
+        failed = self.fail_rooms(victims, failure)
+        if failed and self.notes is not None:  # a request that one rank cannot finish, no rank can
+            self.notes.add(failed)
+        return [(room, failure) for room in failed]
 
     def reachable(self) -> None:
         """A probe answered: this worker no longer gives up on the node."""
