@@ -101,11 +101,11 @@ def variables() -> dict[str, str]:
     return {variable(f.name): str(f.metadata["help"]) for f in fields(Settings)}
 
 
-def check_name(name: object) -> str:
-    """Return a worker or node name: 1-64 letters, digits, '.', '_' or '-'; raise ConfigError otherwise."""
+def check_name(name: object, what: str = "name") -> str:
+    """Return a worker's name or group: 1-64 letters, digits, '.', '_' or '-'; raise ConfigError otherwise."""
     if isinstance(name, str) and _NAME.fullmatch(name):
         return name
-    raise ConfigError(f"name {ascii(name)[:80]}: use 1-64 letters, digits, '.', '_' or '-', first a letter or digit")
+    raise ConfigError(f"{what} {ascii(name)[:80]}: use 1-64 letters, digits, '.', '_' or '-', first a letter or digit")
 
 
 def _parse(name: str, text: str, default: Any) -> Any:

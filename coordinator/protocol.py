@@ -130,6 +130,16 @@ class Page:
     rooms: tuple[int, ...]
 
 
+def worker_id(name: str, group: str, start: str) -> str:
+    """`<name>#<start>`, or `<name>@<group>#<start>`; `start` is new with every start. Names have neither sign."""
+    return f"{name}@{group}#{start}" if group else f"{name}#{start}"
+
+
+def group_of(worker: str) -> str:
+    """The group that a worker's id, of whatever life, names; empty if it has none."""
+    return worker.partition("#")[0].partition("@")[2]
+
+
 def clean_text(value: object) -> str:
     """Text that may travel as a reason: one line, printable, at most 256 characters, encodable."""
     raw = str(value)[: 4 * _TEXT_LIMIT].encode("utf-8", "replace").decode("utf-8")

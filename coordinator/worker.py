@@ -22,8 +22,9 @@ from .config import Settings, check_name
 from .decide.book import CLOSED, Book
 from .decide.detector import Detector
 from .decide.ledger import Ledger, Room
+from .decide.notes import Notes
 from .errors import StoreUnavailable, UnknownAddress, WorkerClosed
-from .protocol import FAILED, NodeView, Page, Verdict, clean_text
+from .protocol import FAILED, NodeView, Page, Verdict, clean_text, worker_id
 from .rooms import Cause, Failure, Status
 from .runtime.core import Core
 from .runtime.deliver import Callback, Delivery
@@ -32,6 +33,7 @@ from .runtime.janitor import Janitor
 from .runtime.loop import LoopThread
 from .runtime.probe import HttpProbe, Probe
 from .runtime.push import Listener
+from .runtime.ranks import Ranks
 from .runtime.sync import SyncLoop
 from .store.client import AsyncStore
 from .store.connect import async_client, parse_url, redact
@@ -82,9 +84,10 @@ class Worker:
     """Shares this process's rooms through the store and is told which of them failed. Thread-safe.
 
     `url` is the store (see the README for the order in which one is found without it), `name` a readable name;
-    the id is `<name>#<8 hex>`, new with every start. `settings` are taken as they are; else they come from
-    COORDINATOR_* variables. `probe` replaces the HTTP /health probe. The store need not be up yet.
-    Raises ConfigError, StoreNotFound.
+    the id is `<name>#<8 hex>`, new with every start. Workers of one `group` open the same rooms (the ranks of one
+    engine; their id is `<name>@<group>#<8 hex>`): a room that fails at one of them by itself fails at all.
+    `settings` are taken as they are; else they come from COORDINATOR_* variables. `probe` replaces the HTTP /health
+    probe. The store need not be up yet. Raises ConfigError, StoreNotFound.
     """
 
     def __init__(
@@ -92,21 +95,24 @@ class Worker:
         url: str = "",
         *,
         name: str = "worker",
+        group: str = "",
         settings: Settings | None = None,
         probe: Probe | None = None,
         client: Callable[[], Any] | None = None,
     ) -> None:
-        self.id = f"{check_name(name)}#{secrets.token_hex(4)}"
+        self.group = check_name(group, "group") if group else ""
+        self.id = worker_id(check_name(name), self.group, secrets.token_hex(4))
         self.settings = Settings.load(url=url or None) if settings is None else settings
         found = "" if client else find_store(url or self.settings.url).url
         self.url = parse_url(found).url if found else ""  # refused before a thread starts
         self._client = client or (lambda: async_client(self.url, self.settings))
         self._closed = False
         self._thread = LoopThread(f"coordinator {self.id}")
-        self._ledger = Ledger(self.id, time.monotonic, self._wake)
+        notes = Notes(time.monotonic, self._wake_ranks) if self.group else None
+        self._ledger = Ledger(self.id, time.monotonic, self._wake, notes)
         self._delivery = Delivery(f"coordinator delivery {self.id}")
         try:
-            self._thread.run(self._start(probe))
+            self._thread.run(self._start(probe, notes))
         except BaseException:  # a URL or client that cannot be used: leave no thread behind
             self._thread.stop()
             raise
@@ -117,7 +123,7 @@ class Worker:
         _living.add(self)
         log.info("worker_started id=%s store=%s", self.id, redact(self.url))
 
-    async def _start(self, probe: Probe | None) -> None:
+    async def _start(self, probe: Probe | None, notes: Notes | None) -> None:
         s = self.settings
         store = AsyncStore(self._client(), s.retry_s)
         core = self._core = Core(s, Ops(s), store, self._ledger, Detector(s), self._delivery)
@@ -131,9 +137,16 @@ class Worker:
         core.supervisor.start("heartbeat", self._heartbeat.run)
         core.supervisor.start("push", self._listener.run)
         core.supervisor.start("janitor", self._janitor.run)
+        self._ranks = None if notes is None else Ranks(core, notes)
+        if self._ranks is not None:
+            core.supervisor.start("ranks", self._ranks.run)
 
     def _wake(self) -> None:
         self._thread.soon(self._core.sync_wake.set)
+
+    def _wake_ranks(self) -> None:
+        if self._ranks is not None:
+            self._thread.soon(self._ranks.wake.set)
 
     def _heard(self, kind: str, address: str) -> None:
         if self._ledger.book(address) is not None:
@@ -163,6 +176,8 @@ class Worker:
     def update(self, address: str, room_id: int, status: Status, reason: str = "") -> bool:
         """Move a room up; False if it is not open here, is final, or would not move. No I/O.
 
+        A room that is set to FAILED fails at the other workers of this group, too, as "aborted".
+
         Raises InvalidAddress, InvalidRoom, InvalidStatus.
         """
         return self._ledger.update(address, room_id, status, reason)
@@ -185,7 +200,10 @@ class Worker:
         return self._ledger.rooms(address)
 
     def abort(self, address: str, room_id: int, reason: str) -> bool:
-        """Fail one room of this worker; False if it is not open here. Rooms of others cannot be aborted from here."""
+        """Fail one room of this worker, and so of its group; False if it is not open here.
+
+        Rooms of others cannot be aborted from here.
+        """
         failure = Failure(Cause.ABORTED, clean_text(reason), canonical(address), by=self.id)
         room = self._ledger.fail(address, room_id, failure)
         if room is not None:
@@ -410,6 +428,8 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 await core.supervisor.stop()
                 await self._heartbeat.stop()
+                if self._ranks is not None:  # what failed just now is still passed on
+                    await self._ranks.finish()
                 await self._say_goodbye()
         except (TimeoutError, StoreUnavailable):
             log.warning("close_incomplete id=%s hint='the lease runs out instead'", self.id)

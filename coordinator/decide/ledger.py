@@ -21,6 +21,7 @@ from ..address import canonical
 from ..errors import ConfigError, JoinRefused, RoomExists, WorkerClosed
 from ..rooms import MAX_ROOM_ID, STATUSES, Cause, Failure, Status, check_opening, check_room_id, check_status
 from .book import CLOSED, FORGOTTEN, Book, Refusal
+from .notes import Notes
 
 DEADLINES = 1024  # fewer are not worth a clean-up
 _FAILED, _SUCCESS = int(Status.FAILED), int(Status.SUCCESS)
@@ -76,6 +77,8 @@ class Room:
             finished = _finish(book, self, status, reason)
         if book.asleep:
             book.stir()
+        if finished and book.notes is not None and status == _FAILED:
+            book.notes.add([self])
         return finished
 
     def leave(self) -> bool:
@@ -107,10 +110,19 @@ _new_room: Callable[[type[Room]], Room] = object.__new__
 
 
 class Ledger:
-    """All rooms of one worker. `clock` is injected (monotonic seconds); `wake` is called when a sleeping book stirs."""
+    """All rooms of one worker. `clock` is injected (monotonic seconds); `wake` is called when a sleeping book stirs.
 
-    def __init__(self, worker: str, clock: Callable[[], float], wake: Callable[[], None] = lambda: None) -> None:
-        self.worker, self._clock, self._wake = worker, clock, wake
+    `notes` takes down which rooms failed here by themselves, for a worker that has siblings.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        clock: Callable[[], float],
+        wake: Callable[[], None] = lambda: None,
+        notes: Notes | None = None,
+    ) -> None:
+        self.worker, self._clock, self._wake, self._notes = worker, clock, wake, notes
         self._books: dict[str, Book] = {}  # canonical text and every other spelling that was used
         self._lives = itertools.count(1)
         self._forgot = False  # since then every new book gets an id of its own
@@ -184,6 +196,8 @@ class Ledger:
             finished = _finish(book, room, status, reason)
         if book.asleep:
             book.stir()
+        if finished and book.notes is not None and status == _FAILED:
+            book.notes.add([room])
         return finished
 
     def leave(self, address: str, room_id: int) -> bool:
@@ -226,7 +240,14 @@ class Ledger:
     def fail(self, address: str, room_id: int, failure: Failure) -> Room | None:
         """Fail one room for a cause of its own; None if it is not open here. The first cause is kept."""
         room = self.find(address, room_id)
-        return room if room is not None and room._book.fail_rooms([room], failure) else None
+        return room if room is not None and self._failed_here(room, failure) else None
+
+    def _failed_here(self, room: Room, failure: Failure) -> bool:
+        """Fail one room for a cause of this worker alone: its siblings are to hear of it."""
+        failed = bool(room._book.fail_rooms([room], failure))
+        if failed and self._notes is not None:
+            self._notes.add([room])
+        return failed
 
     # -- the event loop's thread --------------------------------------------------------------------------------
 
@@ -246,7 +267,7 @@ class Ledger:
         book = self._books.get(name)
         if book is None:
             # setdefault is atomic: two threads that open the same address get one book
-            book = self._books.setdefault(name, Book(name, self._life(), self._wake, self.next_life))
+            book = self._books.setdefault(name, Book(name, self._life(), self._wake, self.next_life, self._notes))
         if len(self._books) < 100_000:
             self._books.setdefault(address, book)
         return book
@@ -282,7 +303,7 @@ class Ledger:
                     return
                 room = heapq.heappop(self._deadlines)[2]
             failure = Failure(Cause.DEADLINE, "the room's deadline passed", room.address, by=self.worker)
-            if room._book.fail_rooms([room], failure):
+            if self._failed_here(room, failure):
                 yield room, failure
 
     def refuse_all(self) -> None:

@@ -42,6 +42,8 @@ COUNTERS = (
     "revived",
     "workers_reaped",
     "aborts",
+    "passed_on",
+    "not_passed_on",
     "acks",
     "push_messages",
     "callback_errors",

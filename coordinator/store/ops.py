@@ -125,6 +125,16 @@ class Ops:
         args: Words = (worker, room, reason, by, self._ttl, self.settings.events_kept, k.channel, address)
         return Op("abort_room", keys, args, _read_aborted)
 
+    def pass_on(
+        self, address: str, by: str, siblings: Sequence[str], rooms: Sequence[tuple[int, str]]
+    ) -> Op[tuple[tuple[int, int], ...]]:
+        """Mark (room, reason)s for each of `siblings` to fail; answers the (sibling's index, room)s not open there."""
+        k = self.keys
+        keys = tuple(key for w in siblings for key in (k.rooms(address, w), k.aborts(address, w)))
+        args: Words = (by, self._ttl, self.settings.events_kept, k.channel, address)
+        words = tuple(word for pair in rooms for word in pair)
+        return Op("pass_on", (k.events(address), *keys), (*args, *words), _read_passed)
+
     def drain_read(self, address: str, field: str, cursor: str = "0", count: int = 1000) -> Op[Page]:
         """One bounded piece of the snapshot that `field` of the pending hash names."""
         return Op("drain", self._drain_keys(address, field), ("read", cursor, count, field, "", 0, 0, 0), _read_page)
@@ -204,6 +214,13 @@ def _read_reaped(r: list[Any]) -> Reaped:
 
 def _read_aborted(r: list[Any]) -> bool:
     return {"OK": True, "UNKNOWN": False}[r[0]]
+
+
+def _read_passed(r: list[Any]) -> tuple[tuple[int, int], ...]:
+    if r[0] != "OK":
+        raise ValueError(f"unknown status {r[0]!r}")
+    flat = r[1]
+    return tuple((int(flat[i]) - 1, int(flat[i + 1])) for i in range(0, len(flat), 2))
 
 
 def _read_page(r: list[Any]) -> Page:
