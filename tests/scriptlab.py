@@ -518,7 +518,7 @@ def _(lab: Lab) -> Op[Votes]:
     return lab.ops.suspect(N, A, 1, True, "timeout")
 
 
-# -- abort_room, drain, discover --------------------------------------------------------------------------------
+# -- abort_room, pass_on, drain, discover -----------------------------------------------------------------------
 
 
 @_case("abort_room", "OK", "an open room")
@@ -531,6 +531,28 @@ def _(lab: Lab) -> Op[bool]:
 def _(lab: Lab) -> Op[bool]:
     lab.open(A, (1,))
     return lab.ops.abort_room(N, A, 2, "no memory", "node")
+
+
+PASSED = [(1, "local at decode-3: no memory"), (BIG, "deadline at decode-3: too late")]
+
+
+@_case("pass_on", "OK", "two siblings have both")
+def _(lab: Lab) -> Op[Any]:
+    lab.open(A, (1, 2, BIG))
+    lab.open(B, (1, BIG))
+    return lab.ops.pass_on(N, C, [A, B], PASSED)
+
+
+@_case("pass_on", "OK", "one has one, one has none")
+def _(lab: Lab) -> Op[Any]:
+    lab.open(A, (BIG,))
+    lab.open(B, ())
+    return lab.ops.pass_on(N, C, [A, B], PASSED)
+
+
+@_case("pass_on", "OK", "nobody knows them")
+def _(lab: Lab) -> Op[Any]:
+    return lab.ops.pass_on(N, C, [A], PASSED)
 
 
 def _lost(lab: Lab) -> str:

@@ -240,6 +240,8 @@ def test_every_script_and_view_runs_as_that_user(stack: StackServer, user: redis
     run, ops, ran = store.store.run, store.ops, {"register_node", "sync", "discover"}
     ran |= {op.script for op in (ops.abort_room(N0, A, 1, "test", "tester"), ops.suspect(N0, A, 1, True, "test"))}
     assert run(ops.abort_room(N0, A, 1, "test", "tester")) is True
+    assert run(ops.pass_on(N0, C, [A, B], [(1, "test")])) == ()
+    ran.add("pass_on")
     assert run(ops.suspect(N0, A, 1, True, "test")).votes == 1
     assert run(ops.suspect(N0, A, 1, False, "test")).votes == 0
     assert store.fail(N0).counts == {A: 3, B: 1}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scriptlab import BIG, CATALOGUE, A, B, Lab, N
+from scriptlab import BIG, CATALOGUE, A, B, C, Lab, N
 from servers import FakeLane, Server
 
 from coordinator.config import Settings
@@ -29,6 +29,7 @@ def _samples() -> list[Op[Any]]:
         OPS.register_node(N, "start", "life-1", 1, "call", "node", [A], "{}", True),
         OPS.reap_worker(N, A, B, "lease expired"),
         OPS.abort_room(N, A, BIG, "no memory", "node"),
+        OPS.pass_on(N, C, [A, B], [(BIG, "no memory"), (1, "too late")]),
         OPS.drain_read(N, f"lost:1:{A}"),
         OPS.drain_ack(N, f"lost:1:{A}", A, 30),
         OPS.drain_drop(N, f"orphans:{A}", "node"),

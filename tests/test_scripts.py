@@ -313,6 +313,7 @@ def test_key_names_in_the_header_are_key_names(name: str) -> None:
         "discover": ops.discover([N]),
         "drain": ops.drain_read(N, f"lost:1:{A}"),
         "fail_node": ops.fail_node(N, 1, "c", "b", "r", [A]),
+        "pass_on": ops.pass_on(N, A, [B], [(1, "r")]),
         "reap_worker": ops.reap_worker(N, A, "b", "r"),
         "register_node": ops.register_node(N, "start", "i", 1, "c", "b", [A]),
         "suspect": ops.suspect(N, A, 1, True, "r"),

@@ -191,6 +191,7 @@ LATE: dict[str, tuple[Callable[[Lab], Op[Any]], str]] = {
     "probe of a third instance": (lambda lab: lab.register("probe", "life-3", epoch=1, call="late"), "STALE"),
     "start of the old instance": (lambda lab: lab.register("start", "life-1", epoch=1, call="late"), "PAST"),
     "abort": (lambda lab: lab.ops.abort_room(N, A, 2, "late", "node"), "UNKNOWN"),
+    "pass on": (lambda lab: lab.ops.pass_on(N, C, [A, B], [(2, "late")]), "OK"),
 }
 
 

@@ -68,5 +68,3 @@ def _enter(book: Book, openings: list[Opening], done: Entered) -> list[Opening]:
             if room._status or room_id in book.stored:
                 dirty.add(room_id)
     return out
-
-

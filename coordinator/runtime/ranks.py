@@ -120,7 +120,8 @@ class Ranks:
         for start in range(0, len(calls), CALLS):
             part = calls[start : start + CALLS]
             ops: list[Op[Passed]] = [core.ops.pass_on(address, me, names, [e.words for e in es]) for names, es in part]
-            for (names, group), answer in zip(part, await core.store.many(ops), strict=True):
+            answers = await core.store.many(ops)
+            for (names, group), answer in zip(part, answers, strict=True):
                 if isinstance(answer, StoreUnavailable):
                     continue
                 if isinstance(answer, CoordinatorError):
