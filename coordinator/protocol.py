@@ -52,7 +52,8 @@ class Batch:
     """One sync of one worker at one address. Repeating it is harmless; it is repeated until it is answered.
 
     `mode` is "delta" or "reset". `count` is how many rooms the store must hold for this worker afterwards.
-    `node` is what the worker knows: it moves a store forward that fell behind.
+    `node` is what the worker knows: it moves a store forward that fell behind. `claim`: how many ticks ahead of its
+    time this worker takes a probe turn; 0 for none.
     """
 
     address: str
@@ -64,15 +65,18 @@ class Batch:
     adds: tuple[int, ...] = ()
     removes: tuple[int, ...] = ()
     stats: Stats | None = None
+    claim: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReply:
-    """Everything a worker must know back. `granted`: this worker probes now; `watchers`: live workers there."""
+    """Everything a worker must know back. `turns`: this worker probes that often, one interval apart, for the first
+    time in `turn_ms` (below 0: it was its turn then). `watchers`: live workers there."""
 
     status: SyncStatus
     node: NodeView
-    granted: bool = False
+    turns: int = 0
+    turn_ms: int = 0
     watchers: int = 0
     expired: tuple[str, ...] = ()
     aborted: tuple[tuple[int, str], ...] = ()

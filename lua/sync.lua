@@ -2,26 +2,28 @@
 PURPOSE: applies one worker's batch for one address, renews its lease and answers all the worker must know back
 USES: clock trail leases
 KEYS: node workers rooms worker aborts suspects events
-ARGV: worker batch mode epoch state failed_age_ms cause reason by instance lease_ms interval_ms ttl_ms kept count bootstrapping waiting_for_input transferring oldest adds room...
+ARGV: worker batch mode epoch state failed_age_ms cause reason by instance lease_ms interval_ms ttl_ms kept count bootstrapping waiting_for_input transferring oldest claim tick_ms adds room...
 RETURNS: OK | STALE | RESYNC | FENCED
-REPEAT: a batch number is applied once; its repetition finds it applied, changes no room and answers the same, the granted turn included
+REPEAT: a batch number is applied once; its repetition finds it applied, changes no room and answers the same, the granted turns included
 COST: O(rooms in the batch + workers at the address)
 ]]
 -- mode: "delta" needs batch-1 applied before; "reset" replaces the set (first piece of a full ledger).
 -- The first `adds` rooms are added, the rest removed. `count` is what the set must hold afterwards.
--- Every answer: status, epoch, state, failed_age_ms, cause, reason, by, instance, draining, grant, watchers,
--- {expired worker...}, {room, reason, ... aborted}.
+-- claim: how many of its ticks ahead this worker takes a probe turn (0: none).
+-- Every answer: status, epoch, state, failed_age_ms, cause, reason, by, instance, draining, turns, ms until the first
+-- of them, watchers, {expired worker...}, {room, reason, ... aborted}.
 local node, workers, rooms, record = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local aborts, suspects, events = KEYS[5], KEYS[6], KEYS[7]
 local worker, batch, mode, epoch = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local lease, interval, ttl, kept = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13], ARGV[14]
-local FIRST, adds = 21, tonumber(ARGV[20])
+local claim, tick = tonumber(ARGV[20]), tonumber(ARGV[21])
+local FIRST, adds = 23, tonumber(ARGV[22])
 local now = server_ms()
 
 local stored_epoch = tonumber(redis.call('HGET', node, 'epoch') or '')
-local mine = redis.call('HMGET', record, 'batch', 'epoch', 'fenced', 'granted')
+local mine = redis.call('HMGET', record, 'batch', 'epoch', 'fenced', 'turns', 'turn_ms')
 local stored_batch = tonumber(mine[1] or '')
-local granted = '0'
+local turns, turn = 0, 0 -- granted with this batch: how many, one interval apart, and when the first is
 
 local function answer(status)
     local n = redis.call('HMGET', node, 'epoch', 'state', 'failed_ms', 'cause', 'reason', 'by', 'instance', 'draining')
@@ -37,7 +39,7 @@ local function answer(status)
         until #marks >= 200 or cursor == '0'
     end
     return {status, n[1] or '0', n[2] or 'alive', text(age), n[4] or '', n[5] or '', n[6] or '', n[7] or '',
-        n[8] or '0', granted, tostring(redis.call('ZCOUNT', workers, text(now), '+inf')),
+        n[8] or '0', text(turns), text(turns > 0 and turn - now or 0), tostring(redis.call('ZCOUNT', workers, text(now), '+inf')),
         redis.call('ZRANGEBYSCORE', workers, '-inf', '(' .. text(now), 'LIMIT', '0', '8'), marks}
 end
 
@@ -94,7 +96,7 @@ local function settled()
 end
 
 if stored_batch == batch then
-    granted = mine[4] == tostring(batch) and '1' or '0'
+    turns, turn = tonumber(mine[4] or '0'), tonumber(mine[5] or '0')
     renew(false)
     return settled()
 end
@@ -121,16 +123,19 @@ if redis.call('EXISTS', aborts) == 1 and #ARGV >= FIRST and mode == 'delta' then
     redis.call('HDEL', aborts, unpack(ARGV, FIRST, #ARGV))
 end
 
-local since = now - tonumber(redis.call('HGET', node, 'probe_ms') or '0')
-if since < 0 or since >= interval * 0.9 then -- below 0 the clock stepped back
-    granted = '1'
-    redis.call('HSET', node, 'probe_ms', text(now))
+-- Turns are granted ahead of their time, so that they follow each other in exactly one interval whenever workers
+-- come by; what was missed is not made up for. A worker that comes by less often takes all until it comes again.
+local last = tonumber(redis.call('HGET', node, 'probe_ms') or '0')
+turn = math.max(now, last <= now + lease and last + interval or 0) -- farther ahead: the clock stepped back
+if claim > 0 and turn <= now + claim * tick then
+    turns = 1 + math.max(0, math.floor((now + tick - turn) / interval))
+    redis.call('HSET', node, 'probe_ms', text(turn + (turns - 1) * interval))
 end
 if state == 'suspect' and redis.call('ZCOUNT', suspects, text(now), '+inf') == 0 then
     redis.call('HSET', node, 'state', 'alive')
     trail(events, kept, ttl, 'kind', 'cleared', 'epoch', text(stored_epoch), 'by', worker)
 end
-redis.call('HSET', record, 'batch', text(batch), 'epoch', text(stored_epoch), 'granted', granted == '1' and text(batch) or '0')
+redis.call('HSET', record, 'batch', text(batch), 'epoch', text(stored_epoch), 'turns', text(turns), 'turn_ms', text(turn))
 if ARGV[16] ~= '' then
     redis.call('HSET', record, 'bootstrapping', ARGV[16], 'waiting_for_input', ARGV[17], 'transferring', ARGV[18], 'oldest', ARGV[19])
 end

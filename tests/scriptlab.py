@@ -115,6 +115,8 @@ class Lab:
 
 def timeless(value: Any) -> Any:
     """A typed answer without the ages in it: two calls cannot read the same clock."""
+    if isinstance(value, SyncReply):
+        value = replace(value, turn_ms=0)
     if isinstance(value, (SyncReply, Verdict, Registration)):
         return replace(value, node=replace(value.node, failed_age_ms=None))
     return replace(value, left_ms=0) if isinstance(value, Reaped) else value

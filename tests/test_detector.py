@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator import Settings
-from coordinator.decide.detector import OWN_INTERVALS, RECHECK_S, URGENT_GAP_S, Act, Detector, Evidence
+from coordinator.decide.detector import OWN_INTERVALS, OWN_ROUNDS, RECHECK_S, URGENT_GAP_S, Act, Detector, Evidence
 from coordinator.protocol import Votes
 from coordinator.runtime.heartbeat import LATE_S, Lateness
 
@@ -281,25 +281,110 @@ def probe(d: Detector, now: float, evidence: Evidence, **context: Any) -> Act:
     return d.observe(N, evidence, now, **context)
 
 
-def test_an_address_is_probed_at_once_and_then_every_five_intervals() -> None:
-    """Others probe it meanwhile; a worker looks for itself every 5 s, granted or not."""
+def watched(watchers: int = 1) -> Detector:
+    """A worker that has the first turn at 0 and has not looked yet."""
     d = detector()
-    d.watch(N)
-    assert d.next_due_s(False) == 0.0
+    d.watch(N).watchers = watchers
+    d.turn(N, 0.0)
+    return d
+
+
+@pytest.mark.parametrize(("watchers", "pause"), [(0, 5.0), (1, 5.0), (2, 6.0), (8, 24.0), (64, 192.0)])
+def test_without_a_turn_a_worker_looks_for_itself_after_three_rounds(watchers: int, pause: float) -> None:
+    """Others probe it meanwhile. The first look too waits for a turn, and no longer than any other."""
+    d = detector()
+    d.watch(N).watchers = watchers
+    assert d.due(100.0, False) == []
+    assert due_at(d) == 100.0 + pause
+    probe(d, 100.0 + pause, OK)
+    assert due_at(d) == 100.0 + 2 * pause
+    assert pause == max(OWN_INTERVALS, OWN_ROUNDS * watchers)
+
+
+def test_a_round_of_workers_that_come_by_less_often_than_an_interval_takes_longer() -> None:
+    """They take several turns at once: a round is a tick for each."""
+    d = detector(tick_s=0.5, probe_interval_s=0.1)
+    d.watch(N).watchers = 8
+    d.due(100.0, False)
+    assert due_at(d) == pytest.approx(100.0 + OWN_ROUNDS * 8 * 0.5)
+
+
+def test_a_granted_turn_is_due_at_its_time() -> None:
+    """Whatever was looked at before; several are due one interval apart; those missed are one look."""
+    d = watched()
     probe(d, 100.0, OK)
-    assert due_at(d) == 100.0 + OWN_INTERVALS
+    d.turn(N, 101.5)
+    assert due_at(d) == 101.5
+    d.ask(N)
+    probe(d, 101.0, OK)
+    assert due_at(d) == 101.5
+    probe(d, 101.5, OK)
+    d.turn(N, 102.0, 3)
+    for at in (102.0, 103.0, 104.0):
+        assert due_at(d) == at
+        probe(d, at, OK)
+    d.turn(N, 105.0, 3)
+    probe(d, 107.5, OK)
+    assert due_at(d) == 107.5 + OWN_INTERVALS
 
 
-def test_a_granted_turn_is_due_at_once() -> None:
+def test_turns_granted_at_different_times_keep_theirs() -> None:
+    """Others had those in between. The answer to a repeated batch may name one that is past."""
+    d = watched()
+    probe(d, 100.0, OK)
+    d.turn(N, 105.0)
+    d.turn(N, 102.0, 2)
+    for at in (102.0, 103.0, 105.0):
+        assert due_at(d) == at
+        probe(d, at, OK)
+    d.turn(N, 90.0)
+    assert due_at(d) == 105.0 + URGENT_GAP_S
+
+
+def test_a_turn_survives_an_epoch() -> None:
+    """The store counts on it."""
+    d = watched()
+    probe(d, 100.0, OK)
+    d.turn(N, 101.0)
+    d.renew(N)
+    assert due_at(d) == 101.0
+
+
+def test_what_was_asked_for_is_due_at_once() -> None:
     """ask brings the probe forward, but never closer than the gap to the last one: errors come in floods."""
-    d = detector()
-    d.watch(N)
+    d = watched()
     probe(d, 100.0, OK)
     for _ in range(1000):
         d.ask(N)
     assert due_at(d) == 100.0 + URGENT_GAP_S
     probe(d, 101.0, OK)
     assert due_at(d) == 101.0 + OWN_INTERVALS
+
+
+def test_who_has_waited_for_a_round_has_the_first_choice() -> None:
+    """Two ticks ahead, else one; a turn that is still to come counts as a look."""
+    d = detector()
+    d.watch(N).watchers = 4
+    assert d.claim(N, 100.0) == 2, "never looked"
+    d.turn(N, 100.0)
+    probe(d, 100.0, OK)
+    assert [d.claim(N, at) for at in (100.0, 102.99, 103.0, 200.0)] == [1, 1, 2, 2]
+    d.turn(N, 104.0)
+    assert [d.claim(N, at) for at in (103.5, 104.0)] == [1, 1]
+
+
+def test_who_looks_every_interval_anyhow_takes_no_turn() -> None:
+    """It would be wasted on a worker that alone cannot reach the node; at a failed node turns are all there is."""
+    d = watched(2)
+    probe(d, 100.0, UNREACHABLE)
+    assert d.claim(N, 110.0) == 0
+    assert probe(d, 101.0, UNREACHABLE) is VOTE
+    assert d.uncounted(N) is GIVE_UP
+    assert d.claim(N, 110.0) == 0
+    probe(d, 102.0, OK)
+    assert d.claim(N, 110.0) == 2
+    probe(d, 103.5 + 6.0, TIMEOUT, failed=True)
+    assert d.claim(N, 120.0) == 2
 
 
 @pytest.mark.parametrize(
@@ -316,44 +401,64 @@ def test_a_granted_turn_is_due_at_once() -> None:
 )
 def test_the_next_look_after_each_evidence(evidence: Evidence, pause: float) -> None:
     """Refused: within milliseconds; another miss: at the next interval; an answer: when the turn comes."""
-    d = detector()
-    d.watch(N)
+    d = watched()
     probe(d, 100.0, evidence)
     assert due_at(d) == pytest.approx(100.0 + pause)
 
 
 def test_late_evidence_is_looked_at_again_soon() -> None:
     """Within milliseconds, also when it was good."""
-    d = detector()
-    d.watch(N)
+    d = watched()
     probe(d, 100.0, OK, late=True)
     assert due_at(d) == pytest.approx(100.0 + RECHECK_S)
 
 
 def test_with_the_store_away_nobody_grants_turns() -> None:
     """Each worker probes every interval by itself."""
-    d = detector()
-    d.watch(N)
+    d = watched()
     probe(d, 100.0, OK, store_away=True)
     assert due_at(d, store_away=True) == 101.0
     assert due_at(d, store_away=False) == 105.0
 
 
-def test_a_node_given_up_is_looked_at_every_interval() -> None:
-    """Its recovery must be seen by the worker that refuses joins there."""
+def test_with_the_store_away_the_first_look_is_at_once() -> None:
+    """No turn will come."""
     d = detector()
     d.watch(N)
-    probe(d, 100.0, TIMEOUT, failed=True)
-    assert probe(d, 101.0, TIMEOUT, failed=True) is GIVE_UP
+    assert d.due(100.0, False) == []
+    assert due_at(d, store_away=True) == 0.0
+    probe(d, 100.1, OK, store_away=True)
+
+
+def test_a_node_given_up_is_looked_at_every_interval() -> None:
+    """Its recovery must be seen by the worker that refuses joins there."""
+    d = watched()
+    probe(d, 100.0, TIMEOUT)
+    assert probe(d, 101.0, TIMEOUT) is VOTE
+    assert d.uncounted(N) is GIVE_UP
     assert due_at(d) == 102.0
-    probe(d, 102.0, OK, failed=True)
-    assert due_at(d) == 107.0
+    probe(d, 102.0, TIMEOUT)
+    assert due_at(d) == 103.0
+    probe(d, 103.0, OK)
+    assert due_at(d) == 108.0
+
+
+def test_a_node_failed_for_everybody_is_looked_at_in_turns() -> None:
+    """Whoever sees it answer says so to everybody: each for itself would be as many probes as workers."""
+    d = watched(8)
+    probe(d, 100.0, REFUSED, failed=True)
+    assert probe(d, 100.0 + RECHECK_S, REFUSED, failed=True) is GIVE_UP
+    assert due_at(d) == 100.0 + RECHECK_S + OWN_ROUNDS * 8
+    d.turn(N, 108.0)
+    assert due_at(d) == 108.0
+    probe(d, 108.0, REFUSED, failed=True)
+    assert due_at(d) == 108.0 + OWN_ROUNDS * 8
+    assert due_at(d, store_away=True) == 109.0
 
 
 def test_one_probe_at_a_time() -> None:
     """While one is out, further turns wait; a probe that broke by itself is made again when it is due."""
-    d = detector()
-    d.watch(N)
+    d = watched()
     assert d.due(0.0, False) == [N]
     d.ask(N)
     assert d.due(1000.0, False) == []
@@ -375,8 +480,7 @@ def test_no_address_no_probe() -> None:
 
 def test_another_epoch_or_instance_starts_with_a_clean_slate() -> None:
     """Misses, vote, success and despair are about the former one; that a probe is out stays true."""
-    d = detector()
-    d.watch(N)
+    d = watched()
     probe(d, 100.0, OK)
     d.ask(N)
     probe(d, 101.0, TIMEOUT)

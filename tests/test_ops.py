@@ -173,6 +173,6 @@ def test_age_of_a_failure_that_never_was_is_none() -> None:
     unknown = OPS.sync(Batch(N, A, 1, "delta", NodeView(1), 0))
     known = OPS.sync(Batch(N, A, 1, "delta", NodeView(1, failed_age_ms=0), 0))
     assert (unknown.args[5], known.args[5]) == (-1, 0)
-    reply = ["OK", "1", "alive", "-1", "", "", "", "", "0", "0", "1", [], []]
+    reply = ["OK", "1", "alive", "-1", "", "", "", "", "0", "0", "0", "1", [], []]
     assert unknown.parse(reply).node.failed_age_ms is None
     assert unknown.parse([*reply[:3], "0", *reply[4:]]).node.failed_age_ms == 0

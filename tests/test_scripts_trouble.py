@@ -106,7 +106,7 @@ def _without_times(dump: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list):
             out[key] = [fields for _, fields in value]
         elif isinstance(value, dict):
-            out[key] = {name: text for name, text in value.items() if name not in ("failed_ms", "probe_ms")}
+            out[key] = {name: text for name, text in value.items() if name not in ("failed_ms", "probe_ms", "turn_ms")}
         else:
             out[key] = value
     return out

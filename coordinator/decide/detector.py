@@ -27,7 +27,7 @@ from ..protocol import Votes
 
 RECHECK_S = 0.03  # between two tries of a refused connection
 URGENT_GAP_S = 0.05  # transfer errors come in floods; the address is probed once per gap
-OWN_INTERVALS = 5  # a worker looks for itself at least every 5 intervals, granted or not
+OWN_INTERVALS, OWN_ROUNDS = 5, 3  # without a turn for so long a worker looks for itself; a round is a turn for each
 SWEEP_LEAD = 0.1  # of an interval: how far a look at everything is ahead of the second look at the first silent one
 MASS_LEAST = 3  # fewer addresses than this say nothing about the worker's own network
 
@@ -73,6 +73,10 @@ class Watch:
     given_up: bool = False
     urgent: bool = False
     again_s: float | None = None  # when a refused connection is tried again
+    turns: list[float] = field(default_factory=list)  # when the granted ones are, in order
+    watchers: int = 0  # workers that share the turns
+    since_s: float | None = None  # when the first look at it was in question
+    failed: bool = False  # for everybody, when last looked at
     probing: bool = False
 
 
@@ -101,21 +105,41 @@ class Detector:
 
     def renew(self, address: str) -> None:
         """Another epoch or instance: old misses, votes and successes say nothing about it."""
-        old = self.watch(address)
-        self.watches[address] = Watch(last_probe_s=old.last_probe_s, probing=old.probing)
+        old, new = self.watch(address), Watch()
+        new.last_probe_s, new.since_s, new.probing = old.last_probe_s, old.since_s, old.probing
+        new.turns, new.watchers = old.turns, old.watchers
+        self.watches[address] = new
 
     # -- when to probe ------------------------------------------------------------------------------------------
 
     def ask(self, address: str) -> None:
-        """Probe soon: a turn was granted, others suspect the node, or a transfer from it broke."""
+        """Probe soon: others suspect the node, or a transfer from it broke."""
         self.watch(address).urgent = True
+
+    def turn(self, address: str, at_s: float, count: int = 1) -> None:
+        """Turns were granted: `count`, one interval apart, the first at `at_s`."""
+        turns = self.watch(address).turns
+        turns += [at_s + i * self.settings.probe_interval_s for i in range(count)]
+        turns.sort()
+
+    def claim(self, address: str, now: float) -> int:
+        """How many ticks ahead this worker takes a turn. Everybody comes by within one tick, so who takes it two
+        ahead has the first choice: those that have waited for a round. Who looks every interval anyhow takes none."""
+        watch, s = self.watch(address), self.settings
+        if self._restless(watch):
+            return 0
+        last = watch.turns[-1] if watch.turns else watch.last_probe_s
+        return 2 if last is None or now - last >= self._round_s(watch) - 2 * s.tick_s else 1
 
     def due(self, now: float, store_away: bool) -> list[str]:
         """Addresses to probe now. Those returned count as being probed until `observe`."""
         found = []
         for address, watch in self.watches.items():
+            if watch.since_s is None:
+                watch.since_s = now
             if not watch.probing and self._due_s(watch, store_away) <= now:
                 watch.probing, watch.urgent, watch.again_s, watch.last_probe_s = True, False, None, now
+                watch.turns = [turn_s for turn_s in watch.turns if turn_s > now]
                 found.append(address)
         return found
 
@@ -124,14 +148,24 @@ class Detector:
         return min((self._due_s(w, store_away) for w in self.watches.values() if not w.probing), default=None)
 
     def _due_s(self, watch: Watch, store_away: bool) -> float:
-        if watch.last_probe_s is None:
-            return 0.0
+        last, interval = watch.last_probe_s, self.settings.probe_interval_s
         if watch.again_s is not None:
             return watch.again_s
-        if watch.urgent:
-            return watch.last_probe_s + URGENT_GAP_S
-        restless = watch.misses > 0 or watch.given_up or store_away
-        return watch.last_probe_s + self.settings.probe_interval_s * (1 if restless else OWN_INTERVALS)
+        soon = 0.0 if last is None else last + URGENT_GAP_S
+        if watch.urgent or (last is None and store_away):
+            return soon
+        pause = max(OWN_INTERVALS * interval, OWN_ROUNDS * self._round_s(watch))
+        own = (watch.since_s or 0.0) if last is None else last
+        own += interval if store_away or self._restless(watch) else pause
+        return min(own, max(soon, watch.turns[0])) if watch.turns else own
+
+    def _round_s(self, watch: Watch) -> float:
+        """How long it takes until each worker had a turn. One that comes by less often takes several at once."""
+        return watch.watchers * max(self.settings.probe_interval_s, self.settings.tick_s)
+
+    def _restless(self, watch: Watch) -> bool:
+        """Whether this worker looks every interval: to be sure, or because it alone refuses joins there."""
+        return (watch.misses > 0 or watch.given_up) and not watch.failed
 
     def abandon(self, address: str) -> None:
         """The probe itself was at fault: it says nothing about the node."""
@@ -159,7 +193,7 @@ class Detector:
             watch.again_s = now + min(RECHECK_S * 2**watch.late, self.settings.probe_interval_s)
             watch.late = min(watch.late + 1, 16)
             return Act.AGAIN
-        watch.last, watch.late = evidence, 0
+        watch.last, watch.late, watch.failed = evidence, 0, failed
         if evidence in ANSWERS:
             return self._answered(watch, evidence, now)
         if evidence is Evidence.UNREADY and not watch.ever_ok:

@@ -122,8 +122,9 @@ class Core:
             self.reap[address, worker] = None
         if outcome.acknowledge or outcome.expired:
             self.chore_wake.set()
-        if outcome.granted:
-            self.suspect(address)
+        if outcome.turns:
+            self.detector.turn(address, time.monotonic() + outcome.turn_ms / 1000, outcome.turns)
+            self.probe_wake.set()
 
     def ended(self, address: str) -> None:
         """What is cached about the node is void; hooks may only drop it and queue the rest."""

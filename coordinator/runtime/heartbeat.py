@@ -1,5 +1,5 @@
 """The heartbeat: probes run concurrently, one hung address delays none; what they see goes to the detector, what
-the detector wants is done here. Turns are granted by sync, so that all workers together probe once an interval.
+the detector wants is done here. Turns come with sync's answers: all workers together probe once an interval.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Heartbeat:
             core.supervisor.beat("heartbeat")
             self.lateness.beat(now)
             for book in core.ledger.books():
-                core.detector.watch(book.address)
+                core.detector.watch(book.address).watchers = book.watchers
             for address in core.detector.due(now, core.store_away):
                 task = asyncio.get_running_loop().create_task(self._look(address), name=f"probe {address}")
                 self._tasks.add(task)

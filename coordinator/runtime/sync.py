@@ -60,7 +60,8 @@ class SyncLoop:
         batches: list[Batch] = []
         for book in books:
             ticking = self._tick_at.get(book.address, 0.0) <= now
-            batches.append(book.batch(now, s.batch_rooms, book.stats(now) if ticking else None))
+            claim = self.core.detector.claim(book.address, now)
+            batches.append(book.batch(now, s.batch_rooms, book.stats(now) if ticking else None, claim))
             if ticking:
                 self._tick_at[book.address] = now + s.tick_s * random.uniform(0.9, 1.0)
         replies = await self.core.store.many([self.core.ops.sync(batch) for batch in batches], sync=True)

@@ -65,7 +65,8 @@ class Ops:
         age = -1 if node.failed_age_ms is None else node.failed_age_ms
         known = (node.epoch, node.state, age, node.cause, node.reason, node.by, node.instance)
         pace = (self._ms(s.lease_s), self._ms(s.probe_interval_s), self._ttl, s.events_kept)
-        args: Words = (w, batch.number, batch.mode, *known, *pace, batch.count, *figures, len(batch.adds))
+        turn = (batch.claim, self._ms(s.tick_s))
+        args: Words = (w, batch.number, batch.mode, *known, *pace, batch.count, *figures, *turn, len(batch.adds))
         return Op("sync", keys, (*args, *batch.adds, *batch.removes), _read_sync)
 
     def fail_node(
@@ -171,8 +172,8 @@ def _age(text: str) -> int | None:
 
 def _read_sync(r: list[Any]) -> SyncReply:
     state = NodeView(int(r[1]), r[2], _age(r[3]), r[4], r[5], r[6], r[7], r[8] == "1")
-    marks = tuple((int(r[12][i]), r[12][i + 1]) for i in range(0, len(r[12]), 2))
-    return SyncReply(SyncStatus(r[0]), state, r[9] == "1", int(r[10]), tuple(r[11]), marks)
+    marks = tuple((int(r[13][i]), r[13][i + 1]) for i in range(0, len(r[13]), 2))
+    return SyncReply(SyncStatus(r[0]), state, int(r[9]), int(r[10]), int(r[11]), tuple(r[12]), marks)
 
 
 def _read_verdict(r: list[Any]) -> Verdict:
