@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..config import Settings
 from ..decide.book import Book, Outcome
@@ -23,6 +24,23 @@ from .deliver import Delivery
 from .supervisor import Supervisor
 
 log = logging.getLogger("coordinator")
+
+
+class Feed(Protocol):
+    """Enters in the ledger what other threads have noted, from the worker's loop."""
+
+    def feed(self, now: float) -> bool:
+        """Enter what is there; True to be asked again within `flush_s`."""
+        ...
+
+    def rest(self) -> bool:
+        """The loop is going to sleep: call `Core.wake` on the next note from here on; False if something waits."""
+        ...
+
+    def keeps(self, address: str) -> bool:
+        """Whether this address is to be watched also while no room is open there."""
+        ...
+
 
 COUNTERS = (
     "syncs",
@@ -65,6 +83,7 @@ class Core:
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     on_ended: list[Callable[[str], object]] = field(default_factory=list)
     on_answer: list[Callable[[str], object]] = field(default_factory=list)
+    feeds: list[Feed] = field(default_factory=list)
     urgent: set[str] = field(default_factory=set)  # addresses to sync at once
     acknowledge: list[tuple[str, str]] = field(default_factory=list)  # (address, pending field)
     reap: dict[tuple[str, str], None] = field(default_factory=dict)  # (address, worker), in order
@@ -126,6 +145,17 @@ class Core:
             self.detector.turn(address, time.monotonic() + outcome.turn_ms / 1000, outcome.turns)
             self.probe_wake.set()
 
+    def feed(self) -> bool:
+        """Enter in the ledger what was noted elsewhere; whether there is more to come."""
+        more = False
+        for feed in self.feeds:
+            try:
+                more |= feed.feed(time.monotonic())
+            except Exception:  # not ours: the rooms of the ledger must not depend on it
+                self.count("callback_errors")
+                log.exception("feed_failed")
+        return more
+
     def ended(self, address: str) -> None:
         """What is cached about the node is void; hooks may only drop it and queue the rest."""
         for hook in self.on_ended:
@@ -159,8 +189,9 @@ class Core:
         """Fail this worker's own rooms at a node that it alone cannot reach."""
         self.count("give_ups")
         log.warning("node_unreachable address=%s reason=%r", book.address, reason)
+        pairs = book.fail_unreachable(reason)
         self.ended(book.address)
-        self.failed(book.fail_unreachable(reason))
+        self.failed(pairs)
         self.sync_wake.set()
 
     def store_works(self) -> None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CoordinatorError, StoreUnavailable
+from ..protocol import FAILED
 from ..store.ops import Op
 from .core import Core, log, wait_for
 
 FORGET_LEASES = 60  # an address without rooms for this many leases is left
+FORGET_FAILED_LEASES = 6  # a failed one; whoever comes back to it learns at first contact that it has failed
 MARK_LEASES = 0.25  # pace of marking addresses as used: found unused, forgiven and reaped within two leases
 BATCH = 200
 
@@ -114,11 +116,12 @@ class Janitor:
         """Leave addresses that had no room for long: nodes come and go, a worker lives for weeks."""
         core = self.core
         for book in core.ledger.books():
-            if book.rooms or book.behind:
+            if book.rooms or book.behind or any(feed.keeps(book.address) for feed in core.feeds):
                 self._empty_since.pop(book.address, None)
                 continue
             since = self._empty_since.setdefault(book.address, now)
-            if now - since >= FORGET_LEASES * core.settings.lease_s and core.ledger.forget(book):
+            leases = FORGET_FAILED_LEASES if book.node.state == FAILED else FORGET_LEASES
+            if now - since >= leases * core.settings.lease_s and core.ledger.forget(book):
                 self._empty_since.pop(book.address, None)
                 core.detector.forget(book.address)
                 self.forgotten(book.address)

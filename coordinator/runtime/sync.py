@@ -30,11 +30,13 @@ class SyncLoop:
     _blocked_until_s: float = 0.0
     _pause: Callable[[], float] = field(default_factory=delays)
     _quiet: int = 0
+    _fed: bool = False  # another feed is due soon
 
     async def run(self) -> None:
         """Turn for ever; the supervisor restarts it."""
         while True:
             self.core.supervisor.beat("sync")
+            self._fed = self.core.feed()
             now = time.monotonic()
             self.core.failed(list(self.core.ledger.due_deadlines(now)))
             if now >= self._blocked_until_s and (due := self._due(now)):
@@ -116,13 +118,13 @@ class SyncLoop:
         if now < self._blocked_until_s:
             return self._blocked_until_s - now
         books = core.ledger.books()
-        busy = bool(core.urgent) or any(b.behind and not b.held(now) for b in books)
+        busy = self._fed or bool(core.urgent) or any(b.behind and not b.held(now) for b in books)
         self._quiet = 0 if busy else self._quiet + 1
         if busy or self._quiet < BUSY_ROUNDS:
             return core.settings.flush_s
         for book in books:
             book.asleep = True
-        if any(book.dirty and not book.held(now) for book in books):
+        if any(book.dirty and not book.held(now) for book in books) or not all(feed.rest() for feed in core.feeds):
             return core.settings.flush_s
         wakes = [self._tick_at.get(book.address, now) for book in books]
         wakes += [deadline for deadline in (core.ledger.next_deadline_s(),) if deadline is not None]
