@@ -29,8 +29,8 @@ from ..errors import CoordinatorError, StoreUnavailable
 log = logging.getLogger("coordinator")
 
 LOOK_AGAIN_S = 0.1  # pace of looking whether a number that lives elsewhere is free
-SEND_S = 2.0  # for connecting and sending to all ranks together
-RANK_S = 0.05  # at least, for each rank, when the others have used up SEND_S
+SEND_S = 2.0  # for connecting to all ranks together
+RANK_S = 0.5  # for a rank that is connected and takes no more
 LINGER_S = 1.0  # for what is still on its way when the sockets are closed
 NOWHERE = (b"127.0.0.1", b"-1")  # return address: ZMQ refuses this port without trying
 
@@ -99,30 +99,34 @@ class Aborts:
 def send_aborts(ranks: Sequence[Rank], rooms: Iterable[int]) -> list[tuple[Rank, str]]:
     """Send one ABORT per room to each rank; answers the ranks that did not take all, with the error. Best effort.
 
-    Waits at most about SEND_S + LINGER_S. Everything it opens is closed when it returns.
+    Waits at most about SEND_S + LINGER_S, and RANK_S for each rank that hangs; leaves nothing open.
     """
     zmq: Any = importlib.import_module("zmq")  # SGLang brings it
     messages = [(b"ABORT", str(room).encode("ascii"), *NOWHERE) for room in rooms]
     missed: list[tuple[Rank, str]] = []
-    end_s = time.monotonic() + SEND_S
-    context = zmq.Context()
+    waiting: dict[Any, Rank] = {}
+    context, poller, end_s = zmq.Context(), zmq.Poller(), time.monotonic() + SEND_S
     try:
-        opened = []
         for rank in ranks:
             try:
-                opened.append((rank, _connect(context, zmq, rank)))
+                socket = _connect(context, zmq, rank)
             except zmq.ZMQError as exc:
                 missed.append((rank, str(exc)))
-        for rank, socket in opened:
-            try:
-                socket.setsockopt(zmq.SNDTIMEO, round(1000 * max(RANK_S, end_s - time.monotonic())))
-                for message in messages:
-                    socket.send_multipart(message)
-            except zmq.ZMQError as exc:
-                missed.append((rank, str(exc)))
+            else:
+                waiting[socket] = rank
+                poller.register(socket, zmq.POLLOUT)
+        while waiting and (left_s := end_s - time.monotonic()) > 0:
+            for socket, _ in poller.poll(1000 * left_s):  # connected: a rank that is gone keeps no other waiting
+                poller.unregister(socket)
+                rank = waiting.pop(socket)
+                try:
+                    for message in messages:
+                        socket.send_multipart(message)
+                except zmq.ZMQError as exc:
+                    missed.append((rank, str(exc)))
     finally:
         context.destroy(linger=round(1000 * LINGER_S))
-    return missed
+    return missed + [(rank, f"no connection within {SEND_S:g} s") for rank in waiting.values()]
 
 
 def _connect(context: Any, zmq: Any, rank: Rank) -> Any:
@@ -130,6 +134,7 @@ def _connect(context: Any, zmq: Any, rank: Rank) -> Any:
     ip, port = rank
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, round(1000 * LINGER_S))
+    socket.setsockopt(zmq.SNDTIMEO, round(1000 * RANK_S))
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.IPV6, int(":" in ip))
     socket.connect(f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}")
