@@ -1,8 +1,8 @@
 """A worker as a process of its own, told what to do by JSON lines on stdin, answering each with one JSON line.
 
-    python child_worker.py URL NAME SETTINGS [--clock-off-s N] [--close-on-sigterm] [--with-exit]
+    python child_worker.py URL NAME SETTINGS [--group G] [--clock-off-s N] [--close-on-sigterm] [--with-exit]
 
-{"do": "join", "address": a, "rooms": [...]}   {"do": "success"|"leave", "address": a, "rooms": [...]}
+{"do": "join", "address": a, "rooms": [...]}   {"do": "success"|"fail"|"leave", "address": a, "rooms": [...]}
 {"do": "flush"}   {"do": "health"}   {"do": "told"}: [[room, address, cause, reason, epoch, ms since start], ...]
 {"do": "busy", "s": x}: pure Python on the main thread   {"do": "fail_node", "address": a}   {"do": "close"}
 {"do": "join_refused", "address": a}: the state that a join is refused with, or ""
@@ -27,7 +27,8 @@ def main(url: str, name: str, settings: str, *flags: str) -> None:
     if "--clock-off-s" in flags:
         off, real = float(flags[flags.index("--clock-off-s") + 1]), time.time
         time.time = lambda: real() + off
-    with Worker(url, name=name, settings=Settings(**{**json.loads(settings), "url": url})) as worker:
+    group = flags[flags.index("--group") + 1] if "--group" in flags else ""
+    with Worker(url, name=name, group=group, settings=Settings(**{**json.loads(settings), "url": url})) as worker:
         worker.on_failure(_told)
         if "--close-on-sigterm" in flags:
             signal.signal(signal.SIGTERM, lambda *_: _close_and_exit(worker))
@@ -58,6 +59,8 @@ def do(worker: Worker, **order: Any) -> Any:
             return len([worker.join(address, room) for room in rooms])
         case "success":
             return sum(worker.update(address, room, Status.SUCCESS) for room in rooms)
+        case "fail":
+            return sum(worker.update(address, room, Status.FAILED, "told to") for room in rooms)
         case "leave":
             return sum(worker.leave(address, room) for room in rooms)
         case "statuses":
