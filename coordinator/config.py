@@ -27,7 +27,8 @@ def _knob(default: Any, help: str, low: float | None = None, high: float | None 
 class Settings:
     """All knobs. Times are seconds; see docs/configuration.md for how they act together.
 
-    Detection time of a killed node is at most `probe_interval_s` plus a few round trips, of a hung node
+    Detection time of a killed node is at most `probe_interval_s` plus a few round trips (if the worker whose turn it
+    was is gone too, one interval more, or one `tick_s` if that is longer), of a hung node
     2 * max_misses * (probe_interval_s + probe_timeout_s). A dead worker's rooms are gone after `lease_s` + `tick_s`.
     """
 

@@ -403,18 +403,19 @@ def test_transfer_error_makes_a_probe_at_once(fleet: Fleet) -> None:
 
 
 def test_one_probe_an_interval_by_all_workers_together(fleet: Fleet) -> None:
-    """Six workers watch one node: it is asked about once per interval, not six times."""
+    """Six workers watch one node: it is asked once per interval, not six times."""
     settings = fast(probe_interval_s=0.4)
     node = fleet.farm.node("life-1")
     workers = [fleet.worker(f"w{n}", settings=settings) for n in range(6)]
     for watched in workers:
         watched.join(node.address, [1])
-    wait_until(lambda: all(w.knows(node.address) for w in workers), PATIENCE_S, "each has looked for itself once")
+    wait_until(lambda: all(w.knows(node.address) for w in workers), PATIENCE_S, "each had a turn")
     asked, started = node.asked, time.monotonic()
     wait_until(lambda: node.asked >= asked + 20, 60, "20 more probes")
     intervals = (time.monotonic() - started) / settings.probe_interval_s
-    # One granted in each interval, and each worker looks for itself every five: at most 1 + 6 / 5.
-    assert 2.2 * intervals + 6 >= 20
+    counters = [w.worker.health()["counters"] for w in workers]
+    again = sum(c["late_dropped"] + c["misses"] for c in counters)  # looked at once more, on a busy machine
+    assert intervals + 2 + again >= 20
 
 
 def test_two_of_five_workers_lose_their_network(fleet: Fleet) -> None:

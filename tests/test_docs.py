@@ -193,7 +193,7 @@ def test_the_times_are_those_of_the_default_settings() -> None:
     """The figures in brackets follow from the formulas beside them and from the code."""
     s = Settings()
     i, t, m = s.probe_interval_s, s.probe_timeout_s, s.max_misses
-    first = 0.9 * i + s.tick_s
+    first = i
     window = Ops(s).suspect("10.0.0.5:1", "w", 1, True, "x").args[4]
     expected = {
         "first probe": first,
