@@ -1,4 +1,5 @@
-# make demo | test | check | test-lowest | clean     needs Python 3.11 or newer and make; everything else goes into .venv
+# make demo | test | check | test-lowest | test-sglang | clean
+# Needs Python 3.11 or newer and make; everything else goes into .venv, and for the last two tests into .venv-*.
 # make test ARGS='-k embedded -x'      arguments for pytest; make demo ARGS='--seconds 30' likewise
 
 ARGS ?=
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-lowest check clean
+.PHONY: demo test test-lowest test-sglang check clean
 
 demo: $(VENV)/.for-demo
 	$(BIN)/coordinator demo $(ARGS)
@@ -30,8 +31,26 @@ $(LOW)/.ready: pyproject.toml | $(BIN)/python
 	$(LOW)/bin/python -m pip -qq --disable-pip-version-check install -e '.[embedded,test]' redis==5.0.8 aiohttp==3.9.0
 	@touch $@
 
+# SGLang's own classes without torch, an environment per version (0.3 GB each): tests/plugin/standins.py answers for
+# what is missing. make -j3 sglang-ready sets all of them up at once; make test-sglang-0.5.23 runs one.
+SGLANG_VERSIONS ?= 0.5.19 0.5.21 0.5.23
+SGLANG_READY := $(SGLANG_VERSIONS:%=.venv-sglang-%/.ready)
+.PHONY: sglang-ready $(SGLANG_VERSIONS:%=test-sglang-%)
+sglang-ready: $(SGLANG_READY)
+test-sglang: $(SGLANG_VERSIONS:%=test-sglang-%)
+
+$(SGLANG_VERSIONS:%=test-sglang-%): test-sglang-%: .venv-sglang-%/.ready
+	.venv-sglang-$*/bin/python -m pytest tests/plugin $(ARGS)
+
+$(SGLANG_READY): .venv-sglang-%/.ready: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv --clear .venv-sglang-$*
+	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile \
+	  -e '.[embedded]' pytest pytest-timeout 'fakeredis[lua]' numpy requests msgspec pyzmq packaging
+	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile --no-deps sglang==$*
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(LOW) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOW) .venv-sglang-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are newer than pyproject.toml once the packages that it names are installed.

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import inspect
 import types
 from typing import Any
 
@@ -21,9 +23,12 @@ _PARALLEL: dict[str, Any] = {
     **{"enable_cp_tp_group_sharing": False, "load_balance_method": "follow_bootstrap_room"},
     **{"pp_group": None, "world_group": None},
 }
-#: What a model without any buffer would give to its managers.
+#: The KV cache of a model with one layer: 64 pages of 1 KiB.
+_PAGE, _PAGES = 1024, 64
+_MEMORY = ctypes.create_string_buffer(_PAGE * _PAGES)
 _KV_ARGS: dict[str, Any] = {
-    **{f"kv_{what}": () for what in ("data_ptrs", "data_lens", "item_lens", "layer_ids")},
+    **{"kv_data_ptrs": (ctypes.addressof(_MEMORY),), "kv_data_lens": (_PAGE * _PAGES,), "kv_item_lens": (_PAGE,)},
+    **{"kv_layer_ids": (0,)},
     **{f"aux_{what}": () for what in ("data_ptrs", "data_lens", "item_lens")},
     **{f"state_{what}": () for what in ("types", "data_ptrs", "data_lens", "item_lens", "layer_ids")},
     **{f"state_{what}": () for what in ("dim_per_tensor", "slice_outer_counts", "conv_shard_groups")},
@@ -44,6 +49,17 @@ def stock(backend: str, what: str) -> Any:
     """The class of `backend` as SGLang names it: `what` is KVManager, KVReceiver, KVSender or KVBootstrapServer."""
     engines.install(backend)
     return getattr(module(backend), _PREFIX[backend] + what)
+
+
+def status(name: str) -> int:
+    """The KVPoll value of that name."""
+    return int(getattr(module("base").KVPoll, name))
+
+
+def status_name(value: int) -> str:
+    """Failed, Bootstrapping, WaitingForInput, Transferring or Success."""
+    known = vars(module("base").KVPoll).items()
+    return next(str(name) for name, number in known if not name.startswith("_") and number == value)
 
 
 def fill(tp_rank: int = 0, tp_size: int = 1, bootstrap_port: int = 8998, host: str = "127.0.0.1") -> None:
@@ -80,10 +96,10 @@ def _fill_pipeline_group() -> None:
 
 
 def kv_args(engine_rank: int = 0, **over: object) -> Any:
-    """The KVArgs of a rank that has no buffers; `over` replaces single fields."""
+    """The KVArgs of a rank with one small layer and no other state; `over` replaces single fields."""
     made = module("base").KVArgs()
     for name, value in {**_KV_ARGS, "engine_rank": engine_rank, **over}.items():
-        setattr(made, name, [] if value == () else value)
+        setattr(made, name, list(value) if isinstance(value, tuple) else value)
     return made
 
 
@@ -156,3 +172,11 @@ def _common_receiver(base: Any) -> Any:
                     sock.send_multipart([room, self.kv_mgr.local_ip.encode(), str(self.kv_mgr.rank_port).encode()])
 
     return Receiver
+
+
+def make_sender(backend: str, manager: Any, address: str, room: int) -> Any:
+    """A real sender: the prefill side of `room`; `address` is its bootstrap server. Not for `common`."""
+    made = stock(backend, "KVSender")
+    placed = {"dest_tp_ranks": [0], "pp_rank": 0}  # up to 0.5.21
+    known = inspect.signature(made).parameters
+    return made(manager, address, room, **{name: value for name, value in placed.items() if name in known})
