@@ -129,6 +129,9 @@ class Bridge:
         manager.request_status, manager.addr_to_rooms_tracker = self.statuses, self.tracker
         manager.prefill_info_table, manager.connection_pool = self.infos, self.pool
         manager.update_status = update_status
+        common = _common_manager(manager)
+        if common is not None and type(manager).check_status is common.check_status:
+            manager.check_status = self.statuses.__getitem__  # what it does, without a frame of its own: each poll
         log.info("rooms_shared worker=%s manager=%s", worker.id, type(manager).__name__)
 
     # -- the worker's loop: a Feed ------------------------------------------------------------------------------
@@ -251,9 +254,9 @@ class Bridge:
         if self.notes.asleep:
             self.notes.stir()
 
-    def _forget_room(self, room: int) -> None:
+    def _forget_room(self, room: int, now: float) -> None:
         """A number is opened again: nothing is inherited from an earlier request."""
-        if self.statuses.forget(room):
+        if self.statuses.forget(room, now):
             self.manager.required_prefill_response_num_table.pop(room, None)
             self.manager.prefill_response_tracker.pop(room, None)
 

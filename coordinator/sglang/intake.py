@@ -73,6 +73,8 @@ class Intake:
                 self._opened(*note)
             elif len(note) == 2:
                 self._left(note[1], note[0])
+                if note[0] not in self.counts:
+                    taken.emptied.add(note[0])
             else:
                 self._final(note[1], note[2], note[3], now, store_away, taken)
         self._enter_fresh(now, store_away, taken)

@@ -46,7 +46,8 @@ class StatusTable(dict[int, int]):
     """`request_status`: reads are a dict's own; a write moves a room up the lattice or does nothing.
 
     Only an opening status creates a room, Failed and Success are final, and all writes but the opening one happen
-    under a lock: a late Success can neither override a failure nor bring back a room that was cleared.
+    under a lock: a late Success can neither override a failure nor bring back a room that was cleared. `pop` is a
+    dict's; the room is left.
     """
 
     def __init__(self, notes: Notes, records: dict[int, str]) -> None:
@@ -54,6 +55,18 @@ class StatusTable(dict[int, int]):
         self.lock = threading.RLock()  # SGLang's update_status runs under it and writes here
         self.opened: dict[int, float] = {}  # when the present life of a number began
         self._notes, self._records = notes, records
+        lock, note, forget_life, take = self.lock, notes.queue.append, self.opened.pop, super().pop
+
+        def pop(room: int, *default: Any) -> Any:
+            with lock:
+                forget_life(room, None)
+                value = take(room, *default)
+            note(("", room))
+            if notes.asleep:
+                notes.stir()
+            return value
+
+        self.pop = pop  # type: ignore[method-assign]  # a closure: each request ends with it on a scheduler thread
 
     def __setitem__(self, room: int, status: int) -> None:
         if status == BOOTSTRAPPING:
@@ -85,22 +98,15 @@ class StatusTable(dict[int, int]):
                 self._records.setdefault(room, reason)
             return True
 
-    def forget(self, room: int) -> bool:
+    def forget(self, room: int, now: float) -> bool:
         """A number begins another life: nothing of an earlier one that has ended is inherited. False if it is open."""
         with self.lock:
+            self.opened[room] = now
             if 0 < self.get(room, FAILED) < SUCCESS:
                 return False
             super().pop(room, None)
             self._records.pop(room, None)
             return True
-
-    def pop(self, room: int, *default: Any) -> Any:
-        """As a dict's; the room is left."""
-        with self.lock:
-            self.opened.pop(room, None)
-            value = super().pop(room, *default)
-        self._notes.add(("", room))
-        return value
 
     def __delitem__(self, room: int) -> None:
         self.pop(room)
@@ -135,26 +141,27 @@ class Rooms:
         notes: Notes,
         statuses: StatusTable,
         records: dict[int, str],
-        forget: Callable[[int], None],
+        forget: Callable[[int, float], None],
         lost: Callable[[str], list[int]],
         count: Callable[[str], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address, self._lost, self._count = address, lost, count
-        append, opened = notes.queue.append, statuses.opened
+        append, begin = notes.queue.append, statuses.opened.setdefault
 
         # Closures: this is what opening a room costs a scheduler thread.
         def add(room: int) -> None:
             now = clock()
-            if room in statuses or records:
-                forget(room)
-            opened[room] = now
+            if begin(room, now) is not now or records:
+                forget(room, now)
             append((address, room, now))
             if notes.asleep:
                 notes.stir()
 
         def discard(room: int) -> None:
-            notes.add((address, room))
+            append((address, room))
+            if notes.asleep:
+                notes.stir()
 
         self.add, self.discard = add, discard
 
