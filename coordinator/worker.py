@@ -256,6 +256,7 @@ class Worker:
         return await asyncio.wrap_future(self._thread.submit(work))
 
     async def _fail_node(self, address: str, reason: str) -> NodeFailure:
+        self._core.feed()
         core, book = self._core, self._ledger.book(address)
         deadline = time.monotonic() + self.settings.retry_s
         call = new_call()
@@ -312,6 +313,7 @@ class Worker:
         return await asyncio.wrap_future(self._thread.submit(self._flush(timeout_s)))
 
     async def _flush(self, timeout_s: float) -> bool:
+        self._core.feed()
         return await self._flush_until(self._ledger.books(), time.monotonic() + timeout_s)
 
     async def _flush_until(self, books: list[Book], deadline: float) -> bool:

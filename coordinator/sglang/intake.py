@@ -24,6 +24,7 @@ from .tables import SUCCESS, InfoTable, Notes
 
 log = logging.getLogger("coordinator")
 
+ASK_S = 0.25  # between two probes that a refused room asks for
 NOTES = 5000  # entered at a time: the loop has other things to do
 NEVER = float("inf")
 
@@ -55,6 +56,7 @@ class Intake:
     _waiting: dict[str, dict[int, float]] = field(default_factory=dict)  # for info about the node
     _refused: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)  # (opened, until when to try)
     _bad: set[str] = field(default_factory=set)
+    _asked_s: dict[str, float] = field(default_factory=dict)
     spelled: set[str] = field(default_factory=set)  # all of them
     _taken: Taken = field(default_factory=Taken)
 
@@ -127,6 +129,9 @@ class Intake:
         if status == SUCCESS:
             self._left(room)
             return
+        for table in (self._waiting, self._refused):
+            if _drop(table, home, room):
+                return
         if room in self._fresh.get(home, {}):  # other ranks are to hear of it: it must have been open
             self._enter_fresh(now, store_away, taken)
         self.ledger.update(home, room, Status.FAILED, reason)
@@ -162,7 +167,9 @@ class Intake:
         if not done.refused or done.refusal is None:
             return
         if done.refusal.state in ("failed", "unreachable") and now < deadline:
-            taken.ask.add(book.address)  # SGLang has just reached it
+            if now - self._asked_s.get(book.address, -NEVER) >= ASK_S:  # SGLang has just reached it
+                self._asked_s[book.address] = now
+                taken.ask.add(book.address)
             self._hold(address, done.refused, deadline)
             return
         what = "draining" if done.refusal.state == DRAINING else done.refusal.state
@@ -210,6 +217,7 @@ class Intake:
     def forget(self, name: str) -> None:
         """The ledger has forgotten an address."""
         if not self.keeps(name):
+            self._asked_s.pop(name, None)
             for address in self.names.pop(name, ()):
                 self.spelled.discard(address)
                 self.infos.forget(address)
