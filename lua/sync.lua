@@ -36,7 +36,7 @@ local function answer(status)
                 marks[#marks + 1] = word
             end
             cursor = page[1]
-        until #marks >= 200 or cursor == '0'
+        until #marks >= 500 or cursor == '0'
     end
     return {status, n[1] or '0', n[2] or 'alive', text(age), n[4] or '', n[5] or '', n[6] or '', n[7] or '',
         n[8] or '0', text(turns), text(turns > 0 and turn - now or 0), tostring(redis.call('ZCOUNT', workers, text(now), '+inf')),

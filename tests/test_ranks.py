@@ -539,7 +539,7 @@ def test_thousands_of_marks_all_reach_their_owner(real_server: Server) -> None:
             left.difference_update(gone)
             reply = lab.run(lab.batch(A, number, (), gone, count=len(left)))
             gone, number = [room for room, _ in reply.aborted], number + 1
-            assert len(gone) <= 400, "one answer stays small"
+            assert len(gone) <= 600, "one answer stays small"
             assert gone or not left, f"{len(left)} marks were never told"
 
 

@@ -17,7 +17,7 @@ from ..protocol import clean_text, group_of
 from ..store.ops import Op
 from .core import Core, log, wait_for
 
-PAIRS = 500  # (room, sibling)s in one call: the server is held for well under a millisecond
+PAIRS = 200  # (room, sibling)s in one call: it holds the server for about a millisecond
 CALLS = 8  # in one round trip
 AGAIN_S = 0.075  # a sibling that opens the room a moment later: asked once more, after this
 OLD_S = 2.0  # later than this nothing is passed on: the number may be in use for another request
