@@ -126,9 +126,9 @@ end
 -- Turns are granted ahead of their time, so that they follow each other in exactly one interval whenever workers
 -- come by; what was missed is not made up for. A worker that comes by less often takes all until it comes again.
 local last = tonumber(redis.call('HGET', node, 'probe_ms') or '0')
-turn = math.max(now, last <= now + lease and last + interval or 0) -- farther ahead: the clock stepped back
-if claim > 0 and turn <= now + claim * tick then
-    turns = 1 + math.max(0, math.floor((now + tick - turn) / interval))
+local due = math.max(now, last <= now + lease and last + interval or 0) -- farther ahead: the clock stepped back
+if claim > 0 and due <= now + claim * tick then
+    turns, turn = 1 + math.max(0, math.floor((now + tick - due) / interval)), due
     redis.call('HSET', node, 'probe_ms', text(turn + (turns - 1) * interval))
 end
 if state == 'suspect' and redis.call('ZCOUNT', suspects, text(now), '+inf') == 0 then
