@@ -1,4 +1,4 @@
-"""Rooms entered in the ledger as of when they were opened: what an epoch's end covers has failed, whatever came first."""
+"""Rooms entered as of when they were opened: what an epoch's end covers has failed, whichever came first."""
 
 from __future__ import annotations
 

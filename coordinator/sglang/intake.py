@@ -129,11 +129,12 @@ class Intake:
         if status == SUCCESS:
             self._left(room)
             return
-        for table in (self._waiting, self._refused):
-            if _drop(table, home, room):
-                return
-        if room in self._fresh.get(home, {}):  # other ranks are to hear of it: it must have been open
+        if room in self._fresh.get(home, {}):
             self._enter_fresh(now, store_away, taken)
+        _drop(self._waiting, home, room)
+        held = self._refused.get(home, {}).pop(room, None)
+        if held is not None:  # perhaps for first contact only: other ranks are to hear of it, it must have been open
+            taken.failed += enter(self.ledger, home, [(room, held[0])]).failed
         self.ledger.update(home, room, Status.FAILED, reason)
 
     # -- into the ledger ----------------------------------------------------------------------------------------
@@ -145,15 +146,17 @@ class Intake:
 
     def _enter(self, address: str, rooms: dict[int, float], now: float, store_away: bool, taken: Taken) -> None:
         since, until = self.infos.period(address)
-        if until == NEVER:
-            openings = [(room, max(opened_s, since)) for room, opened_s in rooms.items()]
-            self._admit(address, openings, now + self.hold_s, now, store_away, taken)
-            return
+        void_s = self.infos.void(address)
+        openings: list[Opening] = []
         for room, opened_s in rooms.items():
-            if opened_s >= until:
-                self._waiting.setdefault(address, {})[room] = opened_s
-            else:
+            if opened_s < void_s:
                 self._lose(room, opened_s, "it was opened with what was known of the node before it ended", taken)
+            elif until == NEVER:
+                openings.append((room, max(opened_s, since)))
+            else:
+                self._waiting.setdefault(address, {})[room] = opened_s
+        if openings:
+            self._admit(address, openings, now + self.hold_s, now, store_away, taken)
 
     def _admit(
         self, address: str, openings: list[Opening], deadline: float, now: float, store_away: bool, taken: Taken

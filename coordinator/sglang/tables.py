@@ -186,6 +186,7 @@ class InfoTable(dict[str, Any]):
         super().__init__()
         self._changed, self._clock = changed, clock
         self._periods: dict[str, tuple[float, float]] = {}
+        self._voids: dict[str, float] = {}
         self.asked: dict[str, float] = {}  # when the question was asked whose answer is about to be entered
 
     def __setitem__(self, address: str, info: Any) -> None:
@@ -198,7 +199,8 @@ class InfoTable(dict[str, Any]):
         since, until = self._periods.get(address, (0.0, 0.0))
         value = super().pop(address, *default)
         if until == float("inf"):
-            self._periods[address] = (since, self._clock())
+            now = self._voids[address] = self._clock()
+            self._periods[address] = (since, now)
             self._changed(address)
         return value
 
@@ -209,10 +211,15 @@ class InfoTable(dict[str, Any]):
         """Since when, until when the last entry of an address was valid: (0, 0) if there was none."""
         return self._periods.get(address, (0.0, 0.0))
 
+    def void(self, address: str) -> float:
+        """Until when an earlier entry of an address was in use, also if there is a new one by now: 0 if never."""
+        return self._voids.get(address, 0.0)
+
     def forget(self, address: str) -> None:
         """Nothing waits for the address, and nothing is known of it."""
         if address not in self:
             self._periods.pop(address, None)
+            self._voids.pop(address, None)
 
 
 class PoolKey(str):
