@@ -6,12 +6,15 @@ nothing. Decode workers are plain coordinator workers in processes of their own.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +26,7 @@ from fleet import PATIENCE_S, hold
 from servers import Server, free_port
 from util import wait_until
 
-from coordinator import InvalidAddress
+from coordinator import InvalidAddress, Settings, StoreUnavailable
 from coordinator.inspect import address_view
 from coordinator.sglang import prefill
 from coordinator.sglang.aborts import Aborts, send_aborts
@@ -381,10 +384,6 @@ def test_an_address_that_cannot_be_used_names_the_variable(monkeypatch: pytest.M
 
 def test_aborts_wait_for_the_store_and_end_with_close() -> None:
     """While nobody can say who lives, nothing is sent and nothing raised; close() ends the wait."""
-    import threading
-
-    from coordinator import StoreUnavailable
-
     asked: list[list[int]] = []
 
     def away(rooms: list[int]) -> set[int]:
@@ -402,6 +401,31 @@ def test_aborts_wait_for_the_store_and_end_with_close() -> None:
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert aborts.counters["rooms_left"] == 1
+
+
+async def _announced_after_bind(port: int) -> list[bool]:
+    from aiohttp import web
+
+    server = types.SimpleNamespace(host="127.0.0.1", port=port, prefill_port_table={}, app=web.Application())
+    announcer = prefill.Announcer(server, Settings(url="redis://127.0.0.1:1", **FAST))
+    announcer.install(server.app)
+    server._runner = web.AppRunner(server.app)
+    await server._runner.setup()
+    await asyncio.sleep(0.5)
+    seen = [announcer.node is not None]
+    await web.TCPSite(server._runner, host="127.0.0.1", port=port).start()
+    for _ in range(500):
+        await asyncio.sleep(0.02)
+        if announcer.node is not None:
+            break
+    seen.append(announcer.node is not None)
+    await server._runner.cleanup()
+    return [*seen, announcer.node._closed]
+
+
+def test_nothing_is_announced_before_the_port_is_bound() -> None:
+    """No node while the application has started and does not listen; a node once it does; closed with the server."""
+    assert asyncio.run(_announced_after_bind(free_port())) == [False, True, True]
 
 
 def test_a_hook_that_fails_is_a_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
