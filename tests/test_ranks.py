@@ -302,8 +302,9 @@ def test_a_mark_meets_an_opening_that_is_in_flight() -> None:
 # -- the store is in trouble ------------------------------------------------------------------------------------
 
 
-def test_a_failure_waits_for_the_store(fleet: Fleet, redis_server: Server) -> None:
+def test_a_failure_waits_for_the_store(fleet: Fleet, redis_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failed while the store is stopped for a moment: passed on when it is back."""
+    monkeypatch.setattr(ranks, "OLD_S", PATIENCE_S)
     address = fleet.farm.node().address
     first, *siblings = engine(fleet, 3, settings=fast(call_timeout_s=0.2))
     for watched in (first, *siblings):
