@@ -280,7 +280,7 @@ class Bed:
     def fakes(self, n: int = 1, *, ports: Sequence[int] = ()) -> list[FakePrefill]:
         """`n` prefill nodes in this process, at `ports` or at free ones."""
         self._farm = self._farm or Farm()
-        made = [FakePrefill(self._farm, port) for port in (ports or [0] * n)]
+        made = [FakePrefill(self._farm, port) for port in (ports or [free_port() for _ in range(n)])]
         self._fakes += made
         return made
 

@@ -5,7 +5,7 @@
 
 First line out: {"pid", "version", "port", "rank_ports"}. Orders, beside those of lines.py:
 {"do": "health"}: CLOCK_MONOTONIC of each /health request   {"do": "requests"}: [[time, method, path], ...]
-{"do": "messages", "first": "ABORT"}: [[time, rank_port, [frame, ...]], ...], all if "first" is not given
+{"do": "messages", "tag": "ABORT"}: [[time, rank_port, [frame, ...]], ...] with that frame; all if "tag" is not given
 {"do": "send", "rank": 0, "rooms": [...]}: opens a real sender for each room   {"do": "senders"}: {room: status name}
 {"do": "close"}: the server's own close()
 Requests are counted in aiohttp and messages in pyzmq, so that SGLang's classes are as they are.
@@ -74,8 +74,8 @@ def _managers() -> list[Any]:
     return made
 
 
-def _messages(first: str | None = None) -> list[tuple[float, int, list[str]]]:
-    return [message for message in list(MESSAGES) if first is None or message[2][0] == first]
+def _messages(tag: str | None = None) -> list[tuple[float, int, list[str]]]:
+    return [message for message in list(MESSAGES) if tag is None or tag in message[2]]
 
 
 def _send(rooms: list[int], rank: int = 0) -> int:
