@@ -152,7 +152,7 @@ class Rooms:
         # Closures: this is what opening a room costs a scheduler thread.
         def add(room: int) -> None:
             now = clock()
-            if begin(room, now) is not now or records:
+            if begin(room, now) is not now or (records and room in records):
                 forget(room, now)
             append((address, room, now))
             if notes.asleep:
