@@ -100,7 +100,7 @@ class PrefillNode:
     async def _start(self) -> None:
         self._ops = Ops(self.settings)
         self._store = AsyncStore(self._client(), self.settings.retry_s)
-        self._woken, self._told = asyncio.Event(), asyncio.Event()
+        self._woken, self._told, self._registering = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._orphaned: list[str] = []
         self._pending_s: dict[str, float] = {}  # snapshots by the time they were first heard of
         self._supervisor = Supervisor()
@@ -135,6 +135,10 @@ class PrefillNode:
         await asyncio.Event().wait()  # superseded: nothing to announce, and nothing to restart either
 
     async def _register(self) -> Registration:
+        async with self._registering:  # an earlier call that answers late must not hide what a later one was told
+            return await self._register_now()
+
+    async def _register_now(self) -> Registration:
         how = "start" if self._announced_s is None else "renew"
         epoch = self._last.node.epoch if self._last else 0
         answer = await register_async(
