@@ -94,7 +94,6 @@ class Bridge:
         self.cleaned = 0
         self._core, s = worker._core, worker.settings
         self._changed: deque[tuple[str, bool, float]] = deque()
-        self._closed = False
         self._cleaning = threading.Lock()
         self._dirty: deque[str] = deque()
         self._cleaners = 0
