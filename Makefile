@@ -1,4 +1,4 @@
-# make demo | test | check | test-lowest | test-sglang | clean
+# make demo | test | check | test-lowest | test-sglang | bench-sglang | clean
 # Needs Python 3.11 or newer and make; everything else goes into .venv, and for the last two tests into .venv-*.
 # make test ARGS='-k embedded -x'      arguments for pytest; make demo ARGS='--seconds 30' likewise
 
@@ -41,6 +41,11 @@ test-sglang: $(SGLANG_VERSIONS:%=test-sglang-%)
 
 $(SGLANG_VERSIONS:%=test-sglang-%): test-sglang-%: .venv-sglang-%/.ready
 	.venv-sglang-$*/bin/python -m pytest tests/plugin $(ARGS)
+
+# Stock and plugged in side by side, about four minutes; ARGS: --quick, --json, --write-docs (docs/sglang.md).
+.PHONY: bench-sglang
+bench-sglang: .venv-sglang-$(lastword $(SGLANG_VERSIONS))/.ready
+	.venv-sglang-$(lastword $(SGLANG_VERSIONS))/bin/python benchmarks/sglang_side_by_side.py $(ARGS)
 
 $(SGLANG_READY): .venv-sglang-%/.ready: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --clear .venv-sglang-$*
