@@ -181,7 +181,12 @@ class Bridge:
     def _answered(self, address: str) -> None:
         for spelling in list(self.intake.names.get(address, ())):
             if spelling in self.infos:
-                self.worker.defer(lambda spelling=spelling: self._guard("_on_heartbeat_success", spelling))  # type: ignore[misc]
+                self.worker.defer(lambda spelling=spelling: self._good_beat(spelling))  # type: ignore[misc]
+
+    def _good_beat(self, address: str) -> None:
+        self._guard("_on_heartbeat_success", address)
+        if address not in self.intake.counts:  # it may have looked there, which makes a view
+            self.tracker.pop(address, None)
 
     # -- failures -----------------------------------------------------------------------------------------------
 
