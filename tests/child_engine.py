@@ -22,6 +22,7 @@ import redis.asyncio  # noqa: F401  (imported once, not in each child)
 
 from coordinator import PrefillNode, Settings, backends
 from coordinator.backends import Memory
+from coordinator.demo.child import die_with_parent
 
 SETTINGS = Settings(tick_s=0.1, lease_s=5.0, retention_s=60)
 
@@ -77,13 +78,13 @@ def serve(kind: str, order: dict[str, Any]) -> None:
 
 def main(kind: str) -> None:
     """Fork a process for each line; end with stdin."""
+    die_with_parent(os.getppid())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    importlib.import_module("mooncake.engine" if kind == "mooncake" else "coordinator.backends.nixl_engine")
-    if kind == "nixl":
-        backends.nixl_engine._load()
+    importlib.import_module(f"coordinator.backends.{kind}_engine").load()
     for line in sys.stdin:
+        parent = os.getpid()
         if os.fork() == 0:
-            os.setpgid(0, os.getppid())
+            die_with_parent(parent)
             serve(kind, json.loads(line))
 
 

@@ -77,6 +77,10 @@ class Backend(Generic[E]):
         info = json.loads(found.get("info") or "{}")
         return found.get("instance", ""), info if isinstance(info, dict) else {}
 
+    def drop_peer(self, address: str) -> None:
+        """Forget what is known of a node; the next endpoint is made from what it announces then."""
+        self._forget_later(self.peers.evict(canonical(address)))
+
     def _ended(self, address: str) -> None:
         self._forget_later(self.peers.evict(address))
 

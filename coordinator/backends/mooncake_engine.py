@@ -47,11 +47,7 @@ class MooncakeEngine(PullingEngine):
         super().__init__(size_bytes)
 
     def _start(self) -> None:
-        try:
-            self._make = importlib.import_module("mooncake.engine").TransferEngine
-        except ImportError as exc:
-            hint = "mooncake-transfer-engine-non-cuda, and the system's libibverbs1 and librdmacm1"
-            raise missing(self.kind, hint, exc) from None
+        self._make = load().TransferEngine
         self._life = self._begin()
 
     def _begin(self) -> _Life:
@@ -112,3 +108,12 @@ class MooncakeEngine(PullingEngine):
     def _end(self) -> None:
         self._lives.clear()
         del self._life
+
+
+def load() -> Any:
+    """Mooncake's Python interface. Raises EngineMissing."""
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as exc:
+        hint = "mooncake-transfer-engine-non-cuda, and the system's libibverbs1 and librdmacm1"
+        raise missing("mooncake", hint, exc) from None

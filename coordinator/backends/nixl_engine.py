@@ -30,7 +30,7 @@ class NixlEngine(PullingEngine):
         super().__init__(size_bytes)
 
     def _start(self) -> None:
-        api, bindings = _load()
+        api, bindings = load()
         self._gone: tuple[type[BaseException], ...] = (
             bindings.nixlRemoteDisconnectError,
             bindings.nixlBackendError,
@@ -93,7 +93,7 @@ class NixlEngine(PullingEngine):
         del self._agent
 
 
-def _load() -> tuple[Any, Any]:
+def load() -> tuple[Any, Any]:
     """NIXL's Python interface and its bindings, whichever package has them. Raises EngineMissing."""
     first: ImportError | None = None
     for package in MODULES:

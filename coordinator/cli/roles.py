@@ -40,6 +40,9 @@ def demo(
     ] = None,
     url: Annotated[str, typer.Option("--store", metavar="URL", help="Use this store, not one of the demo's own.")] = "",
     seed: Annotated[int, typer.Option(help="Same seed, same plan.")] = 1,
+    transport: Annotated[
+        str, typer.Option(metavar="tcp|mooncake|nixl", help="How the bytes of rooms travel: TCP or a real engine.")
+    ] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Run nodes and workers through faults and audit it.
@@ -64,6 +67,7 @@ def demo(
         faults=faults,
         store=url or session.given_url,
         seed=seed,
+        transport=transport,
     )
     result = run_demo(options)
     if as_json:

@@ -10,6 +10,7 @@ import typer
 from ..errors import CoordinatorError
 from .faults import KINDS
 from .options import DemoOptions
+from .roles import TCP, TRANSPORTS
 from .run import parse_fault, render, run_demo
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -28,6 +29,7 @@ def demo(
     store: Annotated[str, typer.Option(help="Store URL; empty: a private embedded server.")] = "",
     seed: Annotated[int, typer.Option(help="The same seed gives the same rooms and targets.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    transport: Annotated[str, typer.Option(help=f"How bytes travel: {', '.join(TRANSPORTS)}.")] = TCP,
     report_errors: Annotated[bool, typer.Option(help="Workers report broken transfers as evidence.")] = True,
 ) -> None:
     """Run real processes through faults and audit what they recorded."""
@@ -45,6 +47,7 @@ def demo(
                 store=store,
                 seed=seed,
                 report_errors=report_errors,
+                transport=transport,
             )
         )
     except CoordinatorError as exc:

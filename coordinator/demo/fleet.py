@@ -20,10 +20,12 @@ from pathlib import Path
 from ..errors import CoordinatorError
 from .child import encode
 from .facts import Fact, FactsFile
-from .roles import NodeOptions, WorkerOptions
+from .roles import TCP, NodeOptions, WorkerOptions
 
 READY_S = 30.0
 GRACE_S = 5.0
+#: Unless it is set already. As between hosts: UCX alone would read the memory of another process of this host directly.
+ENGINE_ENV = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
 NODE_MODULE, WORKER_MODULE = "coordinator.demo.node", "coordinator.demo.worker"
 
 
@@ -79,21 +81,26 @@ class Child:
 class Fleet:
     """All children of a run; their files lie in `folder`."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, transport: str = TCP) -> None:
         self.folder = folder
         self.children: list[Child] = []
-        self._env = {**os.environ, "COORDINATOR_URL": url}
+        self.transport = transport
+        self._env = {**(ENGINE_ENV if transport != TCP else {}), **os.environ, "COORDINATOR_URL": url}
         self._paths = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 
     def start_node(self, address: str, *, wait: bool = False) -> Child:
         """Start a node process for `address`; with `wait` it listens only after `go()`."""
         name = f"node-{address.rpartition(':')[2]}-{len(self.children)}"
-        options = NodeOptions(address, facts=str(self._facts(name)), parent=os.getpid(), wait=wait)
+        options = NodeOptions(
+            address, facts=str(self._facts(name)), parent=os.getpid(), wait=wait, transport=self.transport
+        )
         return self._start("node", name, address, module=NODE_MODULE, argument=encode(options))
 
     def start_worker(self, options: WorkerOptions, module: str = WORKER_MODULE, paths: Iterable[str] = ()) -> Child:
         """Start a worker process, which waits for `go()`."""
-        options = replace(options, facts=str(self._facts(options.name)), parent=os.getpid(), wait=True)
+        options = replace(
+            options, facts=str(self._facts(options.name)), parent=os.getpid(), wait=True, transport=self.transport
+        )
         return self._start("worker", options.name, "", module=module, argument=encode(options), paths=paths)
 
     def wait_for(self, children: Iterable[Child], event: str, timeout_s: float = READY_S) -> None:

@@ -13,16 +13,19 @@ import logging
 import os
 import socket
 import sys
+from typing import Any
 
 import redis.asyncio  # noqa: F401  (a node that is started must not spend its first 200 ms on this)
 from aiohttp import web
 
 from .. import PrefillNode
 from ..address import canonical
+from ..backends import Block, EngineFailed
 from . import wire
 from .audit import process_of
 from .child import begin, stop_on_signals, wait_for, wait_for_go
 from .facts import Facts
+from .pull import Offer, fill, make_engine, offer
 from .roles import NodeOptions
 
 __all__ = ["NodeOptions", "NodeProcess", "main"]
@@ -47,6 +50,8 @@ class NodeProcess:
         self.port = int(port)
         self.facts = Facts(options.facts or None)
         self.instance = f"{os.getpid():x}-{os.urandom(4).hex()}"
+        self.engine = make_engine(options.transport, "node")
+        self.blocks: dict[tuple[str, int], Block] = {}  # by an engine: where the bytes of a held room lie
         self.held: dict[tuple[str, int], asyncio.Task[None] | None] = {}
         self.probes = self.served = self.broken = self.freed = 0
 
@@ -74,7 +79,9 @@ class NodeProcess:
             self.facts.write("orphans", worker=worker, rooms=rooms)
             asyncio.run_coroutine_threadsafe(self._free(worker, rooms), loop).result(5)
 
-        info = {"stream_port": self.port + 1, "pid": os.getpid()}
+        info: dict[str, Any] = {"stream_port": self.port + 1, "pid": os.getpid()}
+        if self.engine is not None:
+            info["engine"] = self.engine.announcement()
         async with PrefillNode(
             self.address, self.url, instance=self.instance, info=info, on_orphans=on_orphans
         ) as node:
@@ -88,6 +95,8 @@ class NodeProcess:
             if task is not None:
                 task.cancel()
         await runner.cleanup()
+        if self.engine is not None:
+            self.engine.close(1.0)
 
     async def _announced(self, node: PrefillNode) -> None:
         """Record that the store knows this instance: rooms opened from now on are this life's."""
@@ -107,10 +116,11 @@ class NodeProcess:
             request = wire.RoomRequest.decode(line)
             key = (process_of(request.worker), request.room)
             self.held[key] = asyncio.current_task()
-            await wire.send(writer, request)
+            await self._deliver(key, request, reader, writer)
             self.served += 1
+            self._free_memory(key)
             self.held.pop(key, None)
-        except (OSError, wire.BrokenTransfer, ValueError) as exc:
+        except (OSError, wire.BrokenTransfer, EngineFailed, ValueError) as exc:
             self.broken += 1
             logger.info("stream_broke room=%s error=%s", key, exc)
             if key in self.held:
@@ -123,6 +133,23 @@ class NodeProcess:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
+    async def _deliver(
+        self,
+        key: tuple[str, int],
+        request: wire.RoomRequest,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        if self.engine is None:
+            await wire.send(writer, request)
+            return
+        self.blocks[key], crc = fill(self.engine, request)
+        await offer(reader, writer, Offer(self.instance, self.blocks[key].address, crc))
+
+    def _free_memory(self, key: tuple[str, int]) -> None:
+        if self.engine is not None and (block := self.blocks.pop(key, None)) is not None:
+            self.engine.take_back(block)
+
     async def _free(self, worker: str, rooms: list[int]) -> None:
         for room in rooms:
             self._drop((process_of(worker), room))
@@ -131,6 +158,7 @@ class NodeProcess:
     def _drop(self, key: tuple[str, int]) -> None:
         if key in self.held:
             task = self.held.pop(key)
+            self._free_memory(key)
             self.freed += 1
             if task is not None:
                 task.cancel()

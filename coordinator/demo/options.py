@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from .faults import DEFAULT_SECONDS, Fault, Planned, default_faults, plan
+from .roles import TCP, TRANSPORTS
 from .trace import summarize
 
 DEFAULT_RATE = 120.0
@@ -21,7 +22,7 @@ class DemoOptions:
 
     `rate` is rooms a second in all (not with a trace), `speed` how much faster than recorded a trace is replayed,
     `faults` empty for none. `store` is a URL; empty: a private embedded server. `report_errors` False makes workers
-    keep broken transfers to themselves, so that probes alone find the dead node.
+    keep broken transfers to themselves, so that probes alone find the dead node. `transport` is how rooms' bytes travel.
     """
 
     nodes: int = 3
@@ -34,6 +35,7 @@ class DemoOptions:
     store: str = ""
     seed: int = 1
     report_errors: bool = True
+    transport: str = TCP
     #: For tests of the audit itself: worker index -> (module to run instead, folder to find it in).
     _worker_modules: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
@@ -42,6 +44,8 @@ class DemoOptions:
         _check("--nodes", self.nodes, 1, MAX_NODES)
         _check("--workers", self.workers, 1, MAX_WORKERS)
         _check("--speed", self.speed, 1e-6, 1e6)
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"--transport is {self.transport!r}: it must be one of {', '.join(TRANSPORTS)}")
         if self.rate is not None:
             if self.trace:
                 raise ConfigError("--rate and --trace exclude each other: use --speed to change a trace's rate")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STUCK_S = 30.0  # a room that is told nothing for so long is recorded as stuck
+TCP, MOONCAKE, NIXL = TRANSPORTS = ("tcp", "mooncake", "nixl")
 LOOK_S = 2.0  # how often a worker without a list of nodes looks for them in the store
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """`address` is what peers connect to (host:port; the streams use port + 1), `bind` what to listen on.
+    """`address` is what peers connect to (host:port; the streams use port + 1), `bind` what to listen on, `transport`
+    how the bytes of rooms travel.
 
     `facts` is the file to record to (empty: none), `parent` the pid to die with, `wait` to wait for a line on stdin.
     """
@@ -18,6 +20,7 @@ class NodeOptions:
     address: str
     bind: str = ""
     url: str = ""
+    transport: str = TCP
     facts: str = ""
     parent: int = 0
     wait: bool = False
@@ -41,6 +44,7 @@ class WorkerOptions:
     index: int = 0
     count: int = 1
     report_errors: bool = True
+    transport: str = TCP
     url: str = ""
     facts: str = ""
     parent: int = 0

@@ -37,7 +37,8 @@ from .faults import (
 )
 from .fleet import Child, Fleet, free_addresses
 from .options import DemoOptions, Resolved
-from .roles import STUCK_S, WorkerOptions
+from .pull import require
+from .roles import STUCK_S, TCP, WorkerOptions
 from .table import Board, Display, render
 from .watch import Watch, leftovers
 
@@ -56,9 +57,10 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     """Run it and return the result, as `--json` prints it; `result["ok"]` is the verdict.
 
     Progress goes to `console` (default: stderr): a live table on a terminal, else a line a second. Raises ConfigError,
-    StoreNotFound or StoreUnavailable before anything is started, ProcessEnded if one of the processes dies by itself.
+    EngineMissing, StoreNotFound or StoreUnavailable before anything is started, ProcessEnded if one of the processes dies by itself.
     """
     resolved = options.resolve()
+    require(options.transport)
     settings = Settings.load()
     folder = Path(tempfile.mkdtemp(prefix="coordinator-demo-"))
     keep = True
@@ -105,7 +107,7 @@ class _Run:
     ) -> None:
         self.options, self.resolved, self.settings, self.display = options, resolved, settings, display
         self.client, self.folder = client, folder
-        self.fleet = Fleet(folder, url)
+        self.fleet = Fleet(folder, url, options.transport)
         self.log_file = folder / "orchestrator.facts"
         self.log = Facts(self.log_file)
         self.addresses = free_addresses(options.nodes)
@@ -136,6 +138,8 @@ class _Run:
     def _begin(self, store: dict[str, Any]) -> None:
         o, r = self.options, self.resolved
         what = f"{r.requests} requests of {o.trace}" if r.requests is not None else f"{r.rate:g} rooms a second"
+        if o.transport != TCP:
+            what += f" by {o.transport}"
         self._say(f"store {store['url']} ({store['how']}, {store['server']})")
         self._say(f"{o.nodes} nodes, {o.workers} workers, {what}, {r.seconds:g} s, seed {o.seed}")
         if r.note:

@@ -14,7 +14,9 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp  # noqa: F401  (the first probe and the first sync must not wait for these)
 import redis.asyncio  # noqa: F401
@@ -24,6 +26,7 @@ from ..errors import CoordinatorError, JoinRefused
 from . import trace, wire
 from .child import begin, stop_on_signals, wait_for, wait_for_go
 from .facts import Facts
+from .pull import Puller, make_engine, report
 from .roles import LOOK_S, STUCK_S, WorkerOptions
 
 __all__ = ["WorkerOptions", "WorkerProcess", "main"]
@@ -60,6 +63,7 @@ class WorkerProcess:
         self.facts = Facts(options.facts or None)
         self.dice = random.Random(f"worker {options.seed} {options.name}")
         self.stuck_s, self.ending = STUCK_S, False
+        self.puller: Puller | None = None  # with an engine
         self.nodes = list(options.nodes)
         self.open: dict[tuple[str, int], Open] = {}
         self.unstored: list[tuple[str, int]] = []
@@ -143,14 +147,15 @@ class WorkerProcess:
                 self.succeeded += 1
                 return
             if error is not None and not item.failed.is_set():
-                self.facts.write("broken", address=room.address, room=room.id, error=error)
+                text = str(error) or type(error).__name__
+                self.facts.write("broken", address=room.address, room=room.id, error=text)
                 if self.options.report_errors:
-                    self.worker.report_transfer_error(room.address, error)
+                    self._report_error(room.address, error)
             if not await wait_for(item.failed, self.stuck_s):
                 self.facts.write("stuck", address=room.address, room=room.id)
         finally:
             self.open.pop(key, None)
-            if not self.ending and room.leave():  # at the end the worker's close reports them to their nodes
+            if not self.ending and self._leave(room):  # at the end the worker's close reports them to their nodes
                 self.facts.write("left", address=room.address, room=room.id)
 
     def _join(self) -> Open | None:
@@ -158,7 +163,7 @@ class WorkerProcess:
         number = self.dice.getrandbits(63)
         for address in self.dice.sample(self.nodes, len(self.nodes)):
             try:
-                room = self.worker.join(address, number)
+                room = (self.puller.backend.open if self.puller else self.worker.join)(address, number)
             except JoinRefused as refusal:
                 self.facts.write("refused", address=address, state=refusal.state)
                 continue
@@ -172,7 +177,16 @@ class WorkerProcess:
             return item
         return None
 
-    async def _receive(self, item: Open, tokens: int) -> str | None:
+    def _leave(self, room: Room) -> bool:
+        return self.puller.leave(room) if self.puller else room.leave()
+
+    def _report_error(self, address: str, error: Exception) -> None:
+        if self.puller is not None:
+            report(self.puller.backend, address, error)
+        else:
+            self.worker.report_transfer_error(address, str(error) or type(error).__name__)
+
+    async def _receive(self, item: Open, tokens: int) -> Exception | None:
         """Receive all bytes of a room; None, or why they did not come."""
         room = item.room
         request = wire.RoomRequest(self.worker.id, room.id, tokens)
@@ -184,10 +198,14 @@ class WorkerProcess:
                 self._move(room, Status.WAITING_FOR_INPUT)
                 writer.write(request.encode())
                 if item.failed.is_set():
-                    return "the room has failed"
-                await wire.receive(reader, request.size, lambda: self._move(room, Status.TRANSFERRING))
-        except (OSError, wire.BrokenTransfer) as exc:
-            return str(exc) or type(exc).__name__
+                    return wire.BrokenTransfer("the room has failed")
+                begin = partial(self._move, room, Status.TRANSFERRING)
+                if self.puller is not None:
+                    await self.puller.receive(room, request.size, reader, writer, begin)
+                else:
+                    await wire.receive(reader, request.size, begin)
+        except (OSError, wire.BrokenTransfer, CoordinatorError) as exc:
+            return exc
         finally:
             if item.writer is not None:
                 item.writer.close()
@@ -259,8 +277,13 @@ class WorkerProcess:
 
 def main(options: WorkerOptions, kind: type[WorkerProcess] = WorkerProcess) -> int:
     """Run a worker until it is told to end. Raises ConfigError, StoreNotFound."""
-    with Worker(options.url, name=options.name) as worker:
+    engine = make_engine(options.transport, options.name)
+    with ExitStack() as stack:
+        worker = stack.enter_context(Worker(options.url, name=options.name))
         process = kind(options, worker)
+        if engine is not None:
+            process.puller = Puller(worker, engine)
+            stack.callback(process.puller.close)
         worker.on_failure(process.record_failure)
         process.facts.write("start", role="worker", id=worker.id, pid=os.getpid())
         if options.wait and not wait_for_go():
