@@ -30,6 +30,7 @@ log = logging.getLogger("coordinator")
 
 ATTRIBUTE = "_coordinator"
 CLEANERS = 8  # clean-ups at a time; more wait for their turn
+NODE_CAUSES = (Cause.NODE_FAILED, Cause.NODE_RESTARTED, Cause.UNREACHABLE)
 MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 
 Hook = tuple[str, Callable[..., Any], str]
@@ -95,7 +96,7 @@ class Bridge:
         self._core, s = worker._core, worker.settings
         self._changed: deque[tuple[str, bool, float]] = deque()
         self._cleaning = threading.Lock()
-        self._dirty: deque[str] = deque()
+        self._dirty: deque[tuple[str, float]] = deque()
         self._cleaners = 0
 
         records: dict[int, str] = manager.failure_records
@@ -155,7 +156,15 @@ class Bridge:
         for address in taken.emptied:
             if address not in self.intake.counts:
                 self.tracker.pop(address, None)
+                self._forget_unknown(address)
         return taken.more
+
+    def _forget_unknown(self, address: str) -> None:
+        """Of an address whose node was never known nothing is kept: the janitor only sees those in the ledger."""
+        if address in self.intake.spelled:
+            name = canonical(address)
+            if self._core.ledger.book(name) is None:
+                self.intake.forget(name)
 
     def rest(self) -> bool:
         """Whether nothing waits; from here on a note wakes the loop."""
@@ -214,17 +223,22 @@ class Bridge:
             room.id
             for room in rooms
             if room.failure is not None
-            and room.failure.cause is not Cause.LOCAL
+            and room.failure.cause in NODE_CAUSES
             and began.get(room.id, NEVER) <= room.opened_s
         ]
 
     def _clean_later(self, address: str) -> None:
         with self._cleaning:
-            self._dirty.append(address)
+            self._dirty.append((address, self.infos.period(address)[0]))
             if self._cleaners >= CLEANERS:
                 return
             self._cleaners += 1
-        threading.Thread(target=self._clean, name="coordinator clean-up", daemon=True).start()
+        try:
+            threading.Thread(target=self._clean, name="coordinator clean-up", daemon=True).start()
+        except RuntimeError:  # no more threads now: done with the next one
+            with self._cleaning:
+                self._cleaners -= 1
+            raise
 
     def _clean(self) -> None:
         while True:
@@ -232,14 +246,22 @@ class Bridge:
                 if not self._dirty:
                     self._cleaners -= 1
                     return
-                address = self._dirty.popleft()
+                address, since = self._dirty.popleft()
+            if self._fetched_again(address, since):
+                continue
             self._guard("_handle_node_failure", address)
             self.cleaned += 1
-            if address in self.infos:  # it raised before it got there: requests must not use what is void
-                with self.manager.connection_lock:
+            with self.manager.connection_lock:
+                if address in self.infos and not self._fetched_again(address, since):
+                    # It raised before it got there: requests must not use what is void.
                     self.infos.pop(address, None)
+                    self.tracker.pop(address, None)
                     for key in [key for key in self.pool if key.startswith(address)]:
                         del self.pool[key]
+
+    def _fetched_again(self, address: str, since: float) -> bool:
+        """Whether SGLang knows the node's next instance by now, and no longer the one known since then."""
+        return address in self.infos and self.infos.period(address)[0] != since
 
     def _guard(self, method: str, address: str) -> None:
         try:
