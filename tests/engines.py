@@ -101,5 +101,5 @@ class Nodes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # the forked ones are in its group
+        self._process.kill()  # the forked ones end with it
         self._process.communicate()

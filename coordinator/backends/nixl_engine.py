@@ -89,6 +89,12 @@ class NixlEngine(PullingEngine):
     def _lose(self, name: str) -> None:
         self._agent.remove_remote_agent(name)
 
+    def _abandon(self, handles: list[Any]) -> None:
+        for handle in handles:
+            self._agent.release_xfer_handle(handle)
+        for name in list(self._known):
+            self._agent.remove_remote_agent(name)
+
     def _end(self) -> None:
         del self._agent
 

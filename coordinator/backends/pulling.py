@@ -12,6 +12,8 @@ the library, resolves the futures, and then does what was waiting: first forgets
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import time
@@ -32,7 +34,7 @@ log = logging.getLogger("coordinator")
 
 SIZE_BYTES = 64 * 1024 * 1024
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.02
-CLOSE_S = 5.0
+CLOSE_S, ATEXIT_S = 5.0, 0.5
 
 
 class OpenRoom(Protocol):
@@ -109,10 +111,11 @@ class PullingEngine(ABC):
         self._transfers: set[Transfer] = set()
         self._known: dict[str, int] = {}  # a peer's name -> sessions not forgotten, or waiting to be
         self._leaving: list[Session] = []  # forgotten, with flights that have not settled
-        self._closed = False
+        self._closed = self._abandoned = self._ended = False
         self._start()
         self._mover = Thread(target=self._move, name=f"coordinator-{self.kind}", daemon=True)
         self._mover.start()
+        atexit.register(self.close, ATEXIT_S)  # the library is not to be torn down under the mover's hands
 
     # -- the node's side ----------------------------------------------------------------------------------------
 
@@ -185,11 +188,12 @@ class PullingEngine(ABC):
     def forget(self, endpoint: Session) -> None:
         """No new read of this peer from now on; the library forgets it when the reads under way have settled."""
         with self._cond:
-            if not endpoint.forgotten:
-                endpoint.forgotten = True
-                self._leaving.append(endpoint)
-                self._tidy()
-                waiting = [f for f in self._flights if f.session is endpoint]
+            if endpoint.forgotten:
+                return
+            endpoint.forgotten = True
+            self._leaving.append(endpoint)
+            self._tidy()
+            waiting = [f for f in self._flights if f.session is endpoint]
         for flight in waiting:
             _settle(flight.done, Withdrawn(f"{endpoint.address} was forgotten"))
 
@@ -218,16 +222,28 @@ class PullingEngine(ABC):
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """End: let go of everything, wait for reads under way. False if some had not settled. Again: nothing."""
+        if self._ended:
+            return not self._abandoned
+        self._ended = True
         with self._cond:
             self._closed = True
             self._cond.notify_all()
             everything = list(self._transfers)
         self._let_go(everything)
+        if os.getpid() != self._pid:
+            return False
+        atexit.unregister(self.close)
         self._mover.join(timeout_s)
-        if self._mover.is_alive() or os.getpid() != self._pid:
-            return False  # the library may still write: it and its memory stay until the process ends
-        self._end()
-        return True
+        with self._cond:
+            self._abandoned = bool(self._flights)  # the library may still write: it stays until the process ends
+        self._mover.join(timeout_s)
+        if self._abandoned:
+            log.warning("reads_abandoned engine=%s count=%d", self.kind, len(self._flights))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # never collected: its memory stays mapped
+            self._abandon([flight.handle for flight in self._flights])
+        else:
+            self._end()
+        return not self._abandoned
 
     # -- the mover ----------------------------------------------------------------------------------------------
 
@@ -237,7 +253,7 @@ class PullingEngine(ABC):
             with self._cond:
                 while not self._flights and not self._closed:
                     self._cond.wait()
-                if not self._flights:
+                if not self._flights or self._abandoned:
                     return
                 settled = self._look()
                 self._tidy()
@@ -324,6 +340,9 @@ class PullingEngine(ABC):
     @abstractmethod
     def _lose(self, name: str) -> None:
         """Forget a peer. Nothing of it is under way. Under the lock."""
+
+    def _abandon(self, handles: list[Any]) -> None:  # noqa: B027
+        """Let go of what can be let go of although these reads are under way. The memory stays."""
 
     def _end(self) -> None:  # noqa: B027
         """Let go of the library. Nothing is under way."""

@@ -25,7 +25,14 @@ from .roles import TCP, NodeOptions, WorkerOptions
 READY_S = 30.0
 GRACE_S = 5.0
 #: Unless it is set already. As between hosts: UCX alone would read the memory of another process of this host directly.
-ENGINE_ENV = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
+#: Its keepalive aborts the process that was stopped for ten seconds, not the one that waits for it.
+ENGINE_ENV = {
+    "UCX_TLS": "tcp",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_KEEPALIVE_INTERVAL": "inf",
+    "NIXL_LOG_LEVEL": "ERROR",
+    "GLOG_minloglevel": "2",
+}
 NODE_MODULE, WORKER_MODULE = "coordinator.demo.node", "coordinator.demo.worker"
 
 

@@ -22,7 +22,8 @@ class DemoOptions:
 
     `rate` is rooms a second in all (not with a trace), `speed` how much faster than recorded a trace is replayed,
     `faults` empty for none. `store` is a URL; empty: a private embedded server. `report_errors` False makes workers
-    keep broken transfers to themselves, so that probes alone find the dead node. `transport` is how rooms' bytes travel.
+    keep broken transfers to themselves, so that probes alone find the dead node. `transport` is how the
+    bytes of rooms travel.
     """
 
     nodes: int = 3

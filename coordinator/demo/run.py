@@ -57,7 +57,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     """Run it and return the result, as `--json` prints it; `result["ok"]` is the verdict.
 
     Progress goes to `console` (default: stderr): a live table on a terminal, else a line a second. Raises ConfigError,
-    EngineMissing, StoreNotFound or StoreUnavailable before anything is started, ProcessEnded if one of the processes dies by itself.
+    EngineMissing, StoreNotFound or StoreUnavailable before anything is started, ProcessEnded if one of the processes
+    dies by itself.
     """
     resolved = options.resolve()
     require(options.transport)
