@@ -41,7 +41,7 @@ class Scale:
     hung_cap_s: float = 50.0
     races: int = 100
     dead: int = 1000
-    forget_s: float = 50.0  # six leases, and the clean-up of a thousand
+    forget_s: float = 60.0  # six leases, and the clean-up of a thousand
     cost_rooms: int = 1000
     cost_rounds: int = 24
     beat_s: float | None = None
@@ -90,6 +90,15 @@ def nodes(bed: Bed, n: int) -> list[FakePrefill]:
     return made
 
 
+def ended(node: FakePrefill) -> socket.socket:
+    """End a node and hold its port, which refuses from now on."""
+    node.stop()
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", node.port))
+    return held
+
+
 def order(function: str, **arguments: Any) -> dict[str, Any]:
     """The order that calls a function of sglang_child.py."""
     names = {"receivers": "rooms", "manager": "manager", "receiver": "receiver"}
@@ -131,6 +140,7 @@ def kill(side: Side, node: Prefill, hung: list[FakePrefill], cap_s: float) -> li
         if side.url:
             beats = len(node.ask(do="health"))
             wait_until(lambda: len(node.ask(do="health")) > beats, 10, "a probe")
+            time.sleep(0.1)  # its answer arrives: a probe that breaks would tell at once
         for fake in hung:
             fake.hung = True
         return node.kill()
@@ -243,33 +253,41 @@ def race(side: Side, rank: Decode) -> dict[str, int]:
 
 
 def dead(sides: list[Side]) -> dict[str, dict[str, Any]]:
-    """A room at each of many nodes, which then all end: what one rank of each side has left when all are cleared."""
-    scale, ranks = sides[0].scale, {side.name: side.ranks[-1] for side in sides}
+    """Two ranks have a room at each of many nodes, which then all end: what one has left when all rooms are cleared.
+
+    Two, because a worker that is the only one to see so many dead at once doubts itself and waits for longer.
+    """
+    scale, ranks = sides[0].scale, {side.name: side.ranks[-2:] for side in sides}
     fakes = nodes(sides[0].bed, scale.dead)
     homes = {next(_numbers): fake.address for fake in fakes}
-    before = {name: rank.ask(**order("left")) for name, rank in ranks.items()}
-    for rank in ranks.values():
-        rank.send(**order("open_each", homes=homes))
-    for name, rank in ranks.items():
-        answered = rank.read(180)
-        assert answered == scale.dead, f"{name}: only {answered} of {scale.dead} addresses answered"
-    for fake in fakes:
-        fake.stop()
+    asked = [rank for pair in ranks.values() for rank in pair]
+    before = {name: pair[0].ask(**order("left")) for name, pair in ranks.items()}
+    bed = sides[0].bed
+    answered = bed.ask(asked, **order("open_each", homes=homes), timeout_s=240)
+    assert all(n == scale.dead for n in answered), f"of {scale.dead} addresses answered {answered}"
+    with contextlib.ExitStack() as held:  # nobody else on this machine must get one of so many ports
+        for fake in fakes:
+            held.enter_context(ended(fake))
+        return _left_of_dead(sides, ranks, list(homes), before)
+
+
+def _left_of_dead(
+    sides: list[Side], ranks: dict[str, list[Decode]], rooms: list[int], before: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Wait until the rooms have failed, clear them, and wait until nothing is left, or for long enough."""
+    scale, bed, asked = sides[0].scale, sides[0].bed, [rank for pair in ranks.values() for rank in pair]
     at = time.monotonic()
-    for rank in ranks.values():
-        rank.send(**order("wait_failed", rooms=list(homes), cap_s=60, pause_s=0.05))
+    seen = bed.ask(asked, **order("wait_failed", rooms=rooms, cap_s=2 * scale.cap_s, pause_s=0.1), timeout_s=240)
+    bed.ask(asked, do="clear", rooms=rooms, timeout_s=120)
     found: dict[str, dict[str, Any]] = {}
-    for name, rank in ranks.items():
-        last = rank.read(120)["last"]
-        found[name] = {"failed_s": None if last is None else last - at}
-    for rank in ranks.values():
-        rank.ask(do="clear", rooms=list(homes))
+    for name, one in zip(ranks, seen[::2], strict=True):
+        found[name] = {"failed_s": None if one["last"] is None else one["last"] - at}
     end = time.monotonic() + scale.forget_s + 3
     while True:
-        for name, rank in ranks.items():
-            after = rank.ask(**order("left"))
+        for name, pair in ranks.items():
+            after = pair[0].ask(**order("left"))
             found[name]["left"] = {what: max(0, n - before[name][what]) for what, n in after.items()}
-        if time.monotonic() > end or not any(found["plugged"]["left"].values()):
+        if time.monotonic() > end or not any(n for what, n in found["plugged"]["left"].items() if what != "threads"):
             return found
         time.sleep(1)
 

@@ -56,7 +56,7 @@ class Run:
         with ThreadPoolExecutor(8) as pool:
             self.say("hung nodes; restart, prefix, exception, race of the plugged side")
             waiting = pool.submit(self.kill_one, stock, "hung")
-            for _ in range(max(1, 2 * self.scale.rounds - 1)):
+            for _ in range(self.scale.rounds):
                 self.kill_one(plugged, "hung")
             self.some(RANK_OF, plugged)
             waiting.result()
@@ -82,10 +82,12 @@ class Run:
 
     def kill_one(self, side: Side, what: str) -> None:
         """One kill -9, its times added."""
+        start = time.monotonic()
         hung = scenarios.nodes(self.bed, self.scale.hung) if what == "hung" else []
         node = side.node()
         cap_s = self.scale.hung_cap_s if hung else self.scale.cap_s
         self.found[what][side.name].append(scenarios.kill(side, node, hung, cap_s))
+        self.say(f"  {what}, {side.name}: {time.monotonic() - start:.0f} s")
 
     def some(self, names: Iterable[str], side: Side) -> None:
         """Scenarios of one rank, one after the other."""
@@ -94,8 +96,9 @@ class Run:
 
     def single(self, name: str, side: Side) -> None:
         """A scenario of one rank; two at the same time are at different ranks."""
-        measured = getattr(scenarios, name)(side, side.ranks[RANK_OF[name]])
-        self.found.setdefault(name, {})[side.name] = measured
+        start = time.monotonic()
+        self.found.setdefault(name, {})[side.name] = getattr(scenarios, name)(side, side.ranks[RANK_OF[name]])
+        self.say(f"  {name}, {side.name}: {time.monotonic() - start:.0f} s")
 
 
 @contextlib.contextmanager
