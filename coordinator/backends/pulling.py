@@ -102,6 +102,7 @@ class PullingEngine(ABC):
     """One process's engine: its memory, its peers, and its reads under way. Thread-safe; an `Engine[Session]`."""
 
     kind = ""
+    progress_s = 0.0  # how often an idle library wants to be called, 0: never
 
     def __init__(self, size_bytes: int = SIZE_BYTES) -> None:
         self.memory = Memory(size_bytes)
@@ -251,10 +252,13 @@ class PullingEngine(ABC):
         look_s = SHORTEST_LOOK_S
         while True:
             with self._cond:
-                while not self._flights and not self._closed:
-                    self._cond.wait()
-                if not self._flights or self._abandoned:
+                if not self._flights and not self._closed:
+                    self._cond.wait(self.progress_s or None)
+                self._progress()
+                if self._abandoned or (self._closed and not self._flights):
                     return
+                if not self._flights:
+                    continue
                 settled = self._look()
                 self._tidy()
             for flight, error in settled:
@@ -340,6 +344,9 @@ class PullingEngine(ABC):
     @abstractmethod
     def _lose(self, name: str) -> None:
         """Forget a peer. Nothing of it is under way. Under the lock."""
+
+    def _progress(self) -> None:  # noqa: B027
+        """Let the library work, for peers that read here too. Under the lock."""
 
     def _abandon(self, handles: list[Any]) -> None:  # noqa: B027
         """Let go of what can be let go of although these reads are under way. The memory stays."""
