@@ -153,14 +153,14 @@ def test_a_failed_node_that_sglang_has_reached_gets_a_probe(known: Lab) -> None:
 
 
 def test_a_failed_node_that_stays_failed_loses_the_room(known: Lab) -> None:
-    """It does not revive within the time of a few probes: the room fails, with the reason."""
+    """It does not revive within the time of a few probes: the room fails, and SGLang's info of the node is void."""
     known.failed(A)
     known.drop(A)
     known.now = 101.0
     known.info(A)
     known.open(A, 1)
-    known.take()
-    known.take(HOLD_S + 0.1)
+    assert known.take().dead == set()
+    assert known.take(HOLD_S + 0.1).dead == {A}
     assert known.told == [(1, f"{A} is failed: gone")]
     assert known.waiting() == set()
     assert known.intake.homes == {}

@@ -153,6 +153,9 @@ class Bridge:
             self.worker.defer(lambda: [self.statuses.fail(*room) for room in taken.lost])
         for address in taken.ask:
             core.suspect(address)
+        for address in taken.dead:  # no epoch ends again: without this SGLang would send requests there for ever
+            if address in self.infos:
+                self._clean_later(address)
         for address in taken.emptied:
             if address not in self.intake.counts:
                 self.tracker.pop(address, None)

@@ -36,6 +36,7 @@ class Taken:
     failed: list[tuple[Room, Failure]] = field(default_factory=list)
     lost: list[tuple[int, float, str]] = field(default_factory=list)  # (room, opened, reason): never in the ledger
     ask: set[str] = field(default_factory=set)  # canonical addresses to probe now
+    dead: set[str] = field(default_factory=set)  # addresses that SGLang reached, and that answered no probe since
     emptied: set[str] = field(default_factory=set)  # addresses whose last room was left
     more: bool = False
 
@@ -175,6 +176,8 @@ class Intake:
                 taken.ask.add(book.address)
             self._hold(address, done.refused, deadline)
             return
+        if done.refusal.state in ("failed", "unreachable"):
+            taken.dead.add(address)
         what = "draining" if done.refusal.state == DRAINING else done.refusal.state
         for room, opened_s in done.refused:
             self._lose(room, opened_s, f"{book.address} is {what}: {done.refusal.reason}", taken)
