@@ -116,12 +116,14 @@ class Janitor:
         """Leave addresses that had no room for long: nodes come and go, a worker lives for weeks."""
         core = self.core
         for book in core.ledger.books():
-            if book.rooms or book.behind or any(feed.keeps(book.address) for feed in core.feeds):
+            if book.rooms or any(feed.keeps(book.address) for feed in core.feeds):
                 self._empty_since.pop(book.address, None)
                 continue
             since = self._empty_since.setdefault(book.address, now)
             leases = FORGET_FAILED_LEASES if book.node.state == FAILED else FORGET_LEASES
-            if now - since >= leases * core.settings.lease_s and core.ledger.forget(book):
+            if now - since < leases * core.settings.lease_s or book.behind:  # a lease is renewed: at the next tick
+                continue
+            if core.ledger.forget(book):
                 self._empty_since.pop(book.address, None)
                 core.detector.forget(book.address)
                 self.forgotten(book.address)
