@@ -1,4 +1,4 @@
-# make demo | test | check | test-lowest | test-sglang | bench-sglang | clean
+# make demo | test | check | test-lowest | test-engines | test-sglang | bench-sglang | clean
 # Needs Python 3.11 or newer and make; everything else goes into .venv, and for the last two tests into .venv-*.
 # make test ARGS='-k embedded -x'      arguments for pytest; make demo ARGS='--seconds 30' likewise
 
@@ -54,8 +54,20 @@ $(SGLANG_READY): .venv-sglang-%/.ready: pyproject.toml | $(BIN)/python
 	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile --no-deps sglang==$*
 	@touch $@
 
+# Real transfer engines, without the torch that nixl-cu12 lists. Needs libibverbs1 and librdmacm1 of the system.
+ENGINES := .venv-engines
+.PHONY: test-engines
+test-engines: $(ENGINES)/.ready
+	COORDINATOR_REQUIRE_ENGINES=1 PYTHONPATH=tests $(ENGINES)/bin/python -m pytest -p hard_exit tests/test_engines.py $(ARGS)
+
+$(ENGINES)/.ready: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv --clear $(ENGINES)
+	$(ENGINES)/bin/python -m pip -qq --disable-pip-version-check install -e '.[cli,embedded,test,mooncake]' numpy
+	$(ENGINES)/bin/python -m pip -qq --disable-pip-version-check install --no-deps nixl-cu12
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(LOW) .venv-sglang-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOW) $(ENGINES) .venv-sglang-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are newer than pyproject.toml once the packages that it names are installed.

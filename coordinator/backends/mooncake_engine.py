@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import EngineFailed, PeerFailed
@@ -26,11 +26,10 @@ DONE, UNDER_WAY = 1, (0, -2)  # -2: for longer than the library likes, which end
 
 @dataclass(eq=False, slots=True)
 class _Life:
-    """One TransferEngine, how many peers it knows, and how many it should have forgotten."""
+    """One TransferEngine, and the sessions that it should have forgotten."""
 
     engine: Any
-    peers: int = 0
-    forgotten: int = 0
+    gone: set[str] = field(default_factory=set)
 
 
 class MooncakeEngine(PullingEngine):
@@ -67,8 +66,9 @@ class MooncakeEngine(PullingEngine):
         if not isinstance(session, str) or not session or not isinstance(said.get("memory"), int):
             raise PeerFailed(f"{address} announced no Mooncake session and memory")
         if session not in self._lives:
+            if session in self._life.gone:  # another process has that port now: the old one's segment is of no use
+                self._life = self._begin()
             self._lives[session] = self._life
-            self._life.peers += 1
         return session
 
     def _reach(self, address: str, name: str, said: Mapping[str, Any]) -> None:
@@ -100,9 +100,8 @@ class MooncakeEngine(PullingEngine):
 
     def _lose(self, name: str) -> None:
         life = self._lives.pop(name)  # the last of an old life takes its engine along
-        life.peers -= 1
-        life.forgotten += 1
-        if life is self._life and 0 < self.renew_after <= life.forgotten:
+        life.gone.add(name)
+        if life is self._life and 0 < self.renew_after <= len(life.gone):
             self._life = self._begin()
 
     def _end(self) -> None:
