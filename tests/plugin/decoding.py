@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ def pace(**more: Any) -> dict[str, str]:
     return {f"COORDINATOR_{name.upper()}": str(value) for name, value in times.items()}
 
 
-def own_server() -> Iterator[Server]:
+def own_server() -> Generator[Server, None, None]:
     """A store that outlives a test, for processes that do."""
     try:
         server = Server("valkey")

@@ -57,9 +57,9 @@ def backend(rank: Decode) -> str:
 
 def status(rank: Decode, room: int) -> str | None:
     """What `request_status` holds."""
-    return python(
-        rank, "s = manager.request_status.get(room)\nresult = None if s is None else context.status_name(s)", room=room
-    )  # type: ignore[no-any-return]
+    code = "s = manager.request_status.get(room)\nresult = None if s is None else context.status_name(s)"
+    found: str | None = python(rank, code, room=room)
+    return found
 
 
 def known(rank: Decode, room: int) -> dict[str, bool]:
