@@ -1,4 +1,4 @@
-"""Nodes with a real transfer engine, forked off one process that has imported everything. See engines.py.
+"""Nodes with a real transfer engine, forked off one process that has imported everything. See enginelab.py.
 
 A line of JSON on stdin starts one process: {"url", "ports": [...], "length", "regions"}; it answers with a line
 {"pid", "at": {address: where its bytes lie}} once all its nodes are announced. Each port is one node of its own, with

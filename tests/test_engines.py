@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engines import Node, Nodes, engine_or_skip, pattern, rss_kib
+from enginelab import Node, Nodes, engine_or_skip, pattern, rss_kib
 from fakenode import Farm
 from rich.console import Console
 from util import wait_until

@@ -17,7 +17,7 @@ from ..store.ops import Op
 from .core import Core, log, wait_for
 
 FORGET_LEASES = 60  # an address without rooms for this many leases is left
-FORGET_FAILED_LEASES = 6  # a failed one; whoever comes back to it learns at first contact that it has failed
+FORGET_FAILED_LEASES = 6  # failed or out of reach: whoever comes back learns at first contact if it has failed
 MARK_LEASES = 0.25  # pace of marking addresses as used: found unused, forgiven and reaped within two leases
 BATCH = 200
 
@@ -120,7 +120,7 @@ class Janitor:
                 self._empty_since.pop(book.address, None)
                 continue
             since = self._empty_since.setdefault(book.address, now)
-            leases = FORGET_FAILED_LEASES if book.node.state == FAILED else FORGET_LEASES
+            leases = FORGET_FAILED_LEASES if book.node.state == FAILED or book.unreachable else FORGET_LEASES
             if now - since < leases * core.settings.lease_s or book.behind:  # a lease is renewed: at the next tick
                 continue
             if core.ledger.forget(book):

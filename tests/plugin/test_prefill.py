@@ -407,7 +407,7 @@ async def _announced_after_bind(port: int) -> list[bool]:
     from aiohttp import web
 
     server = types.SimpleNamespace(host="127.0.0.1", port=port, prefill_port_table={}, app=web.Application())
-    announcer = prefill.Announcer(server, Settings(url="redis://127.0.0.1:1", **FAST))
+    announcer = prefill.Announcer(server, Settings.load({}, url="redis://127.0.0.1:1", **FAST))
     announcer.install(server.app)
     server._runner = web.AppRunner(server.app)
     await server._runner.setup()
