@@ -98,6 +98,7 @@ class Bridge:
         self._cleaning = threading.Lock()
         self._dirty: deque[tuple[str, float]] = deque()
         self._cleaners = 0
+        self._beating: set[str] = set()
 
         records: dict[int, str] = manager.failure_records
         self.notes = Notes(worker._wake)
@@ -192,11 +193,17 @@ class Bridge:
 
     def _answered(self, address: str) -> None:
         for spelling in list(self.intake.names.get(address, ())):
-            if spelling in self.infos:
-                self.worker.defer(lambda spelling=spelling: self._good_beat(spelling))  # type: ignore[misc]
+            if spelling in self.infos and spelling not in self._beating:  # one at a time: it may hang
+                self._beating.add(spelling)
+                threading.Thread(
+                    target=self._good_beat, args=(spelling,), name="coordinator good beat", daemon=True
+                ).start()
 
     def _good_beat(self, address: str) -> None:
-        self._guard("_on_heartbeat_success", address)
+        try:
+            self._guard("_on_heartbeat_success", address)
+        finally:
+            self._beating.discard(address)
         if address not in self.intake.counts:  # it may have looked there, which makes a view
             self.tracker.pop(address, None)
 
