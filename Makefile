@@ -42,7 +42,7 @@ test-sglang: $(SGLANG_VERSIONS:%=test-sglang-%)
 $(SGLANG_VERSIONS:%=test-sglang-%): test-sglang-%: .venv-sglang-%/.ready
 	.venv-sglang-$*/bin/python -m pytest tests/plugin $(ARGS)
 
-# Stock and plugged in side by side, about four minutes; ARGS: --quick, --json, --write-docs (docs/sglang.md).
+# Stock and plugged in side by side, about five minutes; ARGS: --quick, --json, --write-docs (docs/sglang.md).
 .PHONY: bench-sglang
 bench-sglang: .venv-sglang-$(lastword $(SGLANG_VERSIONS))/.ready
 	.venv-sglang-$(lastword $(SGLANG_VERSIONS))/bin/python benchmarks/sglang_side_by_side.py $(ARGS)
