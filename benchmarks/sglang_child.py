@@ -7,6 +7,7 @@ and knows only what SGLang gives a scheduler; where stock and plugged in differ,
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import threading
@@ -65,8 +66,16 @@ def cost_round(manager: Any, receiver: Any, address: str, numbers: list[int], re
 
 
 def cost(manager: Any, receiver: Any, address: str, numbers: list[int], rounds: int, rest_s: float) -> dict[str, float]:
-    """Medians of a few rounds in a row; the parent asks both sides in turn."""
-    all_taken = [cost_round(manager, receiver, address, numbers, rest_s) for _ in range(rounds)]
+    """Medians of a few rounds in a row; the parent asks both sides in turn.
+
+    The calling thread stays on one processor meanwhile, the same on both sides; the worker's may run anywhere.
+    """
+    anywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(anywhere)})
+    try:
+        all_taken = [cost_round(manager, receiver, address, numbers, rest_s) for _ in range(rounds)]
+    finally:
+        os.sched_setaffinity(0, anywhere)
     return {what: statistics.median(taken[what] for taken in all_taken) for what in all_taken[0]}
 
 

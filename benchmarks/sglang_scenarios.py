@@ -43,14 +43,14 @@ class Scale:
     dead: int = 1000
     forget_s: float = 60.0  # six leases, and the clean-up of a thousand
     cost_rooms: int = 1000
-    cost_rounds: int = 24
+    cost_rounds: int = 32
     beat_s: float | None = None
 
 
 FULL = Scale()
 QUICK = Scale(
     ranks=4, rooms=10, rounds=1, hung=1, nodes=2, window_s=4, cap_s=7, hung_cap_s=20, races=12, dead=20, forget_s=0,
-    cost_rooms=200, cost_rounds=4, beat_s=2.0,
+    cost_rooms=200, cost_rounds=8, beat_s=2.0,
 )  # fmt: skip
 
 
@@ -293,12 +293,14 @@ def _left_of_dead(
 
 
 def cost(sides: list[Side], client: Any) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Medians of short rounds, asked of one rank of each side in turn, while the worker shares 100 standing rooms.
+    """Medians of short rounds, asked of a rank of each side in turn, while the worker shares 100 standing rooms.
+
+    Every round is another pair of ranks: two processes that do the same differ by as much as what is measured.
 
     `burst`: many requests at once. `alone`: a single one after a pause, cold, with what it costs to wake the worker.
     """
     scale, [fake] = sides[0].scale, nodes(sides[0].bed, 1)
-    standing = {side.name: side.open(fake.address, 100, [side.ranks[0]]) for side in sides}
+    standing = {side.name: side.open(fake.address, 100) for side in sides}
     wait_until(lambda: _shared(client, fake.address) >= 100, 10, "the worker to share its rooms")
     taken = {side.name: {"burst": dict[str, list[float]](), "alone": dict[str, list[float]]()} for side in sides}
     for number in range(scale.cost_rounds):
@@ -306,10 +308,10 @@ def cost(sides: list[Side], client: Any) -> dict[str, dict[str, dict[str, list[f
             for how, n in (("burst", scale.cost_rooms), ("alone", 1)):
                 rooms = list(itertools.islice(_numbers, n))
                 call = order("cost", address=fake.address, numbers=rooms, rounds=3, rest_s=0.01)
-                for what, value in side.ranks[0].ask(**call, timeout_s=120).items():
+                for what, value in side.ranks[number // 2 % scale.ranks].ask(**call, timeout_s=120).items():
                     taken[side.name][how].setdefault(what, []).append(value)
     for side in sides:
-        side.ranks[0].ask(do="clear", rooms=standing[side.name])
+        side.bed.ask(side.ranks, do="clear", rooms=standing[side.name])
     fake.stop()
     return taken
 
