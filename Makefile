@@ -1,8 +1,10 @@
 # make demo | test | check | test-lowest | test-engines | test-sglang | bench-sglang | clean
 # Needs Python 3.11 or newer and make; everything else goes into .venv, and for the last two tests into .venv-*.
 # make test ARGS='-k embedded -x'      arguments for pytest; make demo ARGS='--seconds 30' likewise
+# make test JOBS=4                     tests at a time; JOBS=0 runs them in one process
 
 ARGS ?=
+JOBS ?= 2
 PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ demo: $(VENV)/.for-demo
 	$(BIN)/coordinator demo $(ARGS)
 
 test: $(VENV)/.for-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(VENV)/.for-test
 	$(BIN)/ruff format --check .
@@ -40,7 +42,7 @@ sglang-ready: $(SGLANG_READY)
 test-sglang: $(SGLANG_VERSIONS:%=test-sglang-%)
 
 $(SGLANG_VERSIONS:%=test-sglang-%): test-sglang-%: .venv-sglang-%/.ready
-	.venv-sglang-$*/bin/python -m pytest tests/plugin $(ARGS)
+	.venv-sglang-$*/bin/python -m pytest -n $(JOBS) --dist worksteal tests/plugin $(ARGS)
 
 # Stock and plugged in side by side, about five minutes; ARGS: --quick, --json, --write-docs (docs/sglang.md).
 .PHONY: bench-sglang
@@ -50,7 +52,7 @@ bench-sglang: .venv-sglang-$(lastword $(SGLANG_VERSIONS))/.ready
 $(SGLANG_READY): .venv-sglang-%/.ready: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --clear .venv-sglang-$*
 	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile \
-	  -e '.[embedded]' pytest pytest-timeout 'fakeredis[lua]' numpy requests msgspec pyzmq packaging
+	  -e '.[embedded]' pytest pytest-timeout pytest-xdist 'fakeredis[lua]' numpy requests msgspec pyzmq packaging
 	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile --no-deps sglang==$*
 	@touch $@
 

@@ -9,7 +9,10 @@ the reason, and fails it if COORDINATOR_REQUIRE_LANES=1.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
+import pkgutil
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +26,15 @@ _SHOWN = 20
 T = TypeVar("T")
 
 
+def _import_hypothesis() -> None:
+    """All of it now: pytest rewrites its modules as they are imported, and CPython 3.11's parser can fail
+    (SystemError, "AST constructor recursion depth mismatch") when that happens late, beside running threads."""
+    if importlib.util.find_spec("hypothesis") is not None:
+        strategies = importlib.import_module("hypothesis.strategies._internal")
+        for found in pkgutil.iter_modules(strategies.__path__, f"{strategies.__name__}."):
+            importlib.import_module(found.name)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     loopback.watch()
     config.addinivalue_line("markers", "leaves_keys(reason): this test may leave keys without a TTL")
@@ -31,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _own_surroundings() -> Iterator[None]:
     """Tests neither see nor disturb the store, the settings and the embedded server of whoever runs them."""
+    _import_hypothesis()
     runtime = tempfile.mkdtemp(prefix="coordinator-xdg-")
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.startswith("COORDINATOR_") and n != "COORDINATOR_REQUIRE_LANES"]:

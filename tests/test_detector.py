@@ -68,14 +68,22 @@ def test_misses_in_a_row_make_a_vote(max_misses: int, seen: list[Evidence], acts
     assert ticks(detector(max_misses=max_misses), seen) == acts
 
 
-@pytest.mark.parametrize("evidence", list(Evidence))
-def test_late_evidence_is_dropped_whatever_it_is(evidence: Evidence) -> None:
+@pytest.mark.parametrize("evidence", [e for e in Evidence if e is not Evidence.REFUSED])
+def test_late_evidence_is_dropped_but_a_refusal(evidence: Evidence) -> None:
     """Stopped for 10 s and continued: not one of the misses counts, and each probe is made again (CASE 24)."""
     d = detector()
     d.observe(N, OK, 0.0)
     assert ticks(d, [evidence] * 8, start=10.0, late=True) == [AGAIN] * 8
     assert (d.watch(N).misses, d.watch(N).last, d.dropped_late) == (0, OK, 8)
     assert d.observe(N, TIMEOUT, 20.0) is NOTHING
+
+
+def test_a_late_refusal_counts_and_is_looked_at_again() -> None:
+    """A worker that is always late, for example with a thousand dead nodes, finds them all the same."""
+    d = detector()
+    d.observe(N, OK, 0.0)
+    assert [d.observe(N, Evidence.REFUSED, at, late=True) for at in (10.0, 10.1)] == [AGAIN, VOTE]
+    assert d.dropped_late == 0
 
 
 def test_late_evidence_does_not_clear_misses_either() -> None:

@@ -2,7 +2,8 @@
 
 The rules, in the order in which they are asked:
 
-1. Evidence from a time when this worker's own loop was late is dropped, and the probe is made again.
+1. Evidence from a time when this worker's own loop was late is dropped, and the probe is made again; but a refused
+   connection is not a silence that this worker may have overslept.
 2. An answer clears the misses, whatever its status says about configuration (401, 404). 503 before the first
    success is a node that warms up. Everything else that is not an answer is a miss.
 3. `max_misses` misses in a row make a vote. A refused or reset connection is tried again within milliseconds; a
@@ -187,7 +188,7 @@ class Detector:
         """One probe has ended. `failed`: the node has failed for everybody already."""
         watch = self.watch(address)
         watch.probing = False
-        if late:
+        if late and evidence is not Evidence.REFUSED:  # which needs no time, and is looked at again before it counts
             self.dropped_late += 1
             # Each time a longer pause: a starved process must not starve itself further with repeated probes.
             watch.again_s = now + min(RECHECK_S * 2**watch.late, self.settings.probe_interval_s)

@@ -51,6 +51,7 @@ class Heartbeat:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     # Hundreds of probes may want to tell the store something at once; sync must not wait for a connection.
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(STORE_CALLS))
+    _voting: set[str] = field(default_factory=set)
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
     async def run(self) -> None:
@@ -178,8 +179,14 @@ class Heartbeat:
     async def _do(self, book: Book, act: Act, reason: str) -> None:
         core, address = self.core, book.address
         if act is Act.VOTE:
+            if address in self._voting:  # the vote of an earlier probe has not been answered: one at a time
+                return
             core.count("votes")
-            act = await self._vote(book, reason)
+            self._voting.add(address)
+            try:
+                act = await self._vote(book, reason)
+            finally:
+                self._voting.discard(address)
         if act is Act.WITHDRAW and book.node.state != FAILED:
             await self._send_vote(book, False, reason)
             core.hurry(address)
