@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..decide.book import Book
 from ..decide.detector import ANSWERS, Act, Evidence
 from ..errors import CoordinatorError, StoreUnavailable
 from ..protocol import FAILED, NodeView, Registration, Votes
 from ..rooms import Cause
+from ..store.ops import Op
 from ..store.verdict import fail_address_async, new_call, register_async
 from .core import Core, log, wait_for
 from .probe import Probe, Sight, look
@@ -21,6 +23,7 @@ from .supervisor import cancel_all
 PULSE_S = 0.05  # the loop comes around at least this often; a longer gap is its own lateness
 LATE_S = 0.25
 STORE_CALLS = 2  # at once; half of the worker's connections
+BALLOTS = 100  # votes in one round trip
 
 
 @dataclass(slots=True)
@@ -42,6 +45,21 @@ class Lateness:
 
 
 @dataclass(slots=True)
+class Ballot:
+    """A vote, or its withdrawal, on its way to the store."""
+
+    address: str
+    vote: bool
+    op: Op[Votes]
+    answer: asyncio.Future[Votes | None]
+
+    def settle(self, votes: Votes | None) -> None:
+        """The store's answer, None if there is none. The first one counts."""
+        if not self.answer.done():
+            self.answer.set_result(votes)
+
+
+@dataclass(slots=True)
 class Heartbeat:
     """Probes addresses and acts on verdicts."""
 
@@ -52,6 +70,8 @@ class Heartbeat:
     # Hundreds of probes may want to tell the store something at once; sync must not wait for a connection.
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(STORE_CALLS))
     _voting: set[str] = field(default_factory=set)
+    _ballots: list[Ballot] = field(default_factory=list)
+    _posting: asyncio.Task[None] | None = None
     _warned: set[tuple[str, str]] = field(default_factory=set)
 
     async def run(self) -> None:
@@ -74,7 +94,7 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Cancel the probes that are on their way."""
-        await cancel_all(list(self._tasks))
+        await cancel_all([*self._tasks, *([self._posting] if self._posting is not None else [])])
         try:
             await self.probe.aclose()
         except Exception:  # a probe is not ours; leaving the addresses must not depend on it
@@ -206,15 +226,38 @@ class Heartbeat:
     async def _send_vote(self, book: Book, vote: bool, reason: str) -> Votes | None:
         core = self.core
         op = core.ops.suspect(book.address, book.worker, book.node.epoch, vote, reason, core.detector.doubtful())
-        async with self._turn:
-            if core.store_away:
-                return None
-            if vote and core.detector.watch(book.address).voted_s is None:  # it answered while this vote waited
-                return Votes(stale=True)
+        ballot = Ballot(book.address, vote, op, asyncio.get_running_loop().create_future())
+        self._ballots.append(ballot)
+        if self._posting is None or self._posting.done():
+            self._posting = asyncio.get_running_loop().create_task(self._post(), name="votes")
+        return await ballot.answer
+
+    async def _post(self) -> None:
+        """Send the votes that wait, many in one round trip: when a rack goes down, a thousand nodes miss at once."""
+        core = self.core
+        while self._ballots:
+            part, self._ballots = self._ballots[:BALLOTS], self._ballots[BALLOTS:]
+            due = []
+            for ballot in part:
+                if ballot.vote and core.detector.watch(ballot.address).voted_s is None:  # it answered meanwhile
+                    ballot.settle(Votes(stale=True))
+                else:
+                    due.append(ballot)
             try:
-                return await core.store.once(op)
-            except CoordinatorError:
-                return None
+                answers: list[Any] = await self._call([ballot.op for ballot in due])
+                for ballot, answer in zip(due, answers, strict=True):
+                    ballot.settle(None if isinstance(answer, CoordinatorError) else answer)
+            finally:
+                for ballot in due:
+                    ballot.settle(None)
+
+    async def _call(self, ops: list[Op[Votes]]) -> list[Any]:
+        if not ops or self.core.store_away:
+            return [None] * len(ops)
+        try:
+            return list(await self.core.store.many(ops))
+        except CoordinatorError:
+            return [None] * len(ops)
 
     async def fail(self, book: Book, epoch: int, reason: str, by: str, call: str = "") -> None:
         """Carry out a verdict and apply it here: who decided must not wait for the news."""
