@@ -34,7 +34,7 @@ $(LOW)/.ready: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # SGLang's own classes without torch, an environment per version (0.3 GB each): tests/plugin/standins.py answers for
-# what is missing. make -j3 sglang-ready sets all of them up at once; make test-sglang-0.5.23 runs one.
+# what is missing. Of SGLang only srt is compiled, for the many processes that the tests start. make -j3 sglang-ready sets all of them up at once; make test-sglang-0.5.23 runs one.
 SGLANG_VERSIONS ?= 0.5.19 0.5.21 0.5.23
 SGLANG_READY := $(SGLANG_VERSIONS:%=.venv-sglang-%/.ready)
 .PHONY: sglang-ready $(SGLANG_VERSIONS:%=test-sglang-%)
@@ -51,9 +51,10 @@ bench-sglang: .venv-sglang-$(lastword $(SGLANG_VERSIONS))/.ready
 
 $(SGLANG_READY): .venv-sglang-%/.ready: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --clear .venv-sglang-$*
-	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile \
+	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install \
 	  -e '.[embedded]' pytest pytest-timeout pytest-xdist 'fakeredis[lua]' numpy requests msgspec pyzmq packaging
 	.venv-sglang-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile --no-deps sglang==$*
+	.venv-sglang-$*/bin/python -m compileall -q .venv-sglang-$*/lib/python*/site-packages/sglang/srt
 	@touch $@
 
 # Real transfer engines, without the torch that nixl-cu12 lists. Needs libibverbs1 and librdmacm1 of the system.

@@ -24,7 +24,7 @@ from ..worker import Worker
 from . import compat
 from .intake import NEVER, Intake
 from .naming import rank_names
-from .tables import BOOTSTRAPPING, ConnectionPool, InfoTable, Notes, Rooms, StatusTable, Tracker
+from .tables import BOOTSTRAPPING, FAILED, ConnectionPool, InfoTable, Notes, Rooms, StatusTable, Tracker
 
 log = logging.getLogger("coordinator")
 
@@ -111,14 +111,21 @@ class Bridge:
             )
         )
         self.pool = ConnectionPool(manager.connection_pool)
-        stock_update = manager.update_status
-        setdefault = self.statuses.setdefault
+        stock_update, stock_record, get_ident = manager.update_status, manager.record_failure, threading.get_ident
+        statuses, setdefault = self.statuses, self.statuses.setdefault
+        # SGLang's clean-up names rooms by number only, a moment after they were listed: it cleans, and fails nothing.
+        # What the coordinator failed has failed already; the same number may be in use for another request by now.
+        cleaning = self._cleaner_ids = set[int]()
 
         def update_status(bootstrap_room: int, status: int) -> None:
             if status == BOOTSTRAPPING:  # SGLang's own does nothing more for a decode manager
                 setdefault(bootstrap_room, BOOTSTRAPPING)
-            else:
+            elif status != FAILED or get_ident() not in cleaning:
                 stock_update(bootstrap_room, status)
+
+        def record_failure(bootstrap_room: int, failure_reason: str) -> None:
+            if get_ident() not in cleaning or statuses.get(bootstrap_room) == FAILED:
+                stock_record(bootstrap_room, failure_reason)
 
         self._core.feeds.append(self)
         worker.on_failure(self._failed)
@@ -129,7 +136,7 @@ class Bridge:
         # Last: nothing of the manager is changed unless all of it is.
         manager.request_status, manager.addr_to_rooms_tracker = self.statuses, self.tracker
         manager.prefill_info_table, manager.connection_pool = self.infos, self.pool
-        manager.update_status = update_status
+        manager.update_status, manager.record_failure = update_status, record_failure
         common = _common_manager(manager)
         if common is not None and type(manager).check_status is common.check_status:
             manager.check_status = self.statuses.__getitem__  # what it does, without a frame of its own: each poll
@@ -259,7 +266,9 @@ class Bridge:
                 address, since = self._dirty.popleft()
             if self._fetched_again(address, since):
                 continue
+            self._cleaner_ids.add(threading.get_ident())
             self._guard("_handle_node_failure", address)
+            self._cleaner_ids.discard(threading.get_ident())
             self.cleaned += 1
             with self.manager.connection_lock:
                 if address in self.infos and not self._fetched_again(address, since):
