@@ -127,6 +127,36 @@ def test_info_fetched_while_the_handler_still_works_is_kept(bed: Bed, store: Ser
     assert rank.ask(do="sizes")["info"] == [node.address]
 
 
+def test_a_clean_up_fails_no_number_that_is_in_use_again(bed: Bed, store: Server) -> None:
+    """SGLang's handler has listed the rooms and stands still; the number is opened again; then it goes on."""
+    rank, node = bed.decode(BACKEND, url=store.url, env=pace()), fake(bed)
+    reached(rank, node)
+    rank.ask(do="open", address=node.address, rooms=[1])
+    python(
+        rank,
+        "import sys\n"
+        "gate, at_gate = threading.Event(), threading.Event()\n"
+        "common = sys.modules['sglang.srt.disaggregation.common.conn']\n"
+        "stock = common.CommonKVReceiver.disconnect_endpoint\n"
+        "def slow(endpoint):\n"
+        "    at_gate.set()\n"
+        "    gate.wait()\n"
+        "    stock(endpoint)\n"
+        "common.CommonKVReceiver.disconnect_endpoint = slow",
+    )
+    node.stop()
+    await_states(rank, [1], "Failed")
+    python(rank, "at_gate.wait(10)")
+    rank.ask(do="clear", rooms=[1])
+    node.start()
+    wait_until(lambda: rank.ask(do="ensure", address=node.address), PATIENCE_S, "it is back")
+    rank.ask(do="open", address=node.address, rooms=[1])
+    python(rank, "gate.set()")
+    wait_until(lambda: health(rank)["sglang"]["cleaned"] == 1, PATIENCE_S, "cleaned up")
+    assert rank.ask(do="states", rooms=[1]) == {"1": "WaitingForInput"}
+    assert rank.ask(do="sizes")["records"] == 0
+
+
 def test_a_clean_up_that_waited_too_long_drops_nothing_new(bed: Bed, store: Server) -> None:
     """Ordered while the old info was there, done after the next instance's was fetched: that one stays."""
     rank, node = bed.decode(BACKEND, url=store.url, env=pace()), fake(bed)
