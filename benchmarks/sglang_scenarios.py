@@ -41,7 +41,7 @@ class Scale:
     hung_cap_s: float = 50.0
     races: int = 100
     dead: int = 1000
-    forget_s: float = 60.0  # six leases, and the clean-up of a thousand
+    forget_s: float = 100.0  # six leases after the last verdict of a thousand
     cost_rooms: int = 1000
     cost_rounds: int = 32
     beat_s: float | None = None
