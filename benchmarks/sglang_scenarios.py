@@ -253,7 +253,7 @@ def race(side: Side, rank: Decode) -> dict[str, int]:
 
 
 def dead(sides: list[Side]) -> dict[str, dict[str, Any]]:
-    """Two ranks have a room at each of many nodes, which then all end, 50 a second: what one has left when all rooms are cleared.
+    """Two ranks have a room at each of many nodes, which all end, 50 a second: what one has left after clearing them.
 
     Two, because a worker that is the only one to see so many dead at once doubts itself and waits for longer.
     """
