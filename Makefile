@@ -36,13 +36,16 @@ $(LOW)/.ready: pyproject.toml | $(BIN)/python
 # SGLang's own classes without torch, an environment per version (0.3 GB each): tests/plugin/standins.py answers for
 # what is missing. Of SGLang only srt is compiled, for the many processes that the tests start. make -j3 sglang-ready sets all of them up at once; make test-sglang-0.5.23 runs one.
 SGLANG_VERSIONS ?= 0.5.19 0.5.21 0.5.23
+# Arguments of pytest for all versions but the last.
+SGLANG_OLD ?=
 SGLANG_READY := $(SGLANG_VERSIONS:%=.venv-sglang-%/.ready)
 .PHONY: sglang-ready $(SGLANG_VERSIONS:%=test-sglang-%)
 sglang-ready: $(SGLANG_READY)
 test-sglang: $(SGLANG_VERSIONS:%=test-sglang-%)
 
 $(SGLANG_VERSIONS:%=test-sglang-%): test-sglang-%: .venv-sglang-%/.ready
-	.venv-sglang-$*/bin/python -m pytest -n $(JOBS) --dist worksteal tests/plugin $(ARGS)
+	.venv-sglang-$*/bin/python -m pytest -n $(JOBS) --dist worksteal tests/plugin $(ARGS) \
+	  $(if $(filter-out $(lastword $(SGLANG_VERSIONS)),$*),$(SGLANG_OLD))
 
 # Stock and plugged in side by side, about five minutes; ARGS: --quick, --json, --write-docs (docs/sglang.md).
 .PHONY: bench-sglang
