@@ -63,7 +63,9 @@ def test_a_sender_meets_its_receiver(bed: Bed, backend: str) -> None:
 
 def test_a_node_starts_again_at_its_address(bed: Bed) -> None:
     """The bed: SIGSTOP makes a node silent, SIGCONT brings it back, a restart answers at the same address."""
-    node, rank = bed.prefill("mooncake", tp_ranks=[0, 1], tp_size=2), bed.decode("mooncake", tp_rank=1, tp_size=2)
+    patient = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60"}  # no beat between the end and the start of the node
+    node = bed.prefill("mooncake", tp_ranks=[0, 1], tp_size=2)
+    rank = bed.decode("mooncake", tp_rank=1, tp_size=2, env=patient)
     node.pause()
     assert not rank.ask(do="ensure", address=node.address)
     node.resume()
