@@ -115,7 +115,7 @@ class Bridge:
         )
         self.pool = ConnectionPool(manager.connection_pool)
         stock_update, stock_record, get_ident = manager.update_status, manager.record_failure, threading.get_ident
-        statuses, setdefault = self.statuses, self.statuses.setdefault
+        setdefault = self.statuses.setdefault
         # SGLang's clean-up names rooms by number only, a moment after they were listed: it cleans, and fails nothing.
         # What the coordinator failed has failed already; the same number may be in use for another request by now.
         cleaning = self._cleaner_ids = set[int]()
@@ -127,7 +127,7 @@ class Bridge:
                 stock_update(bootstrap_room, status)
 
         def record_failure(bootstrap_room: int, failure_reason: str) -> None:
-            if get_ident() not in cleaning or statuses.get(bootstrap_room) == FAILED:
+            if get_ident() not in cleaning:
                 stock_record(bootstrap_room, failure_reason)
 
         self._core.feeds.append(self)
