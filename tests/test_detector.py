@@ -78,6 +78,26 @@ def test_late_evidence_is_dropped_but_a_refusal(evidence: Evidence) -> None:
     assert d.observe(N, TIMEOUT, 20.0) is NOTHING
 
 
+def test_a_node_that_was_heard_is_not_failed_by_an_older_vote() -> None:
+    """SGLang has reached the node while the vote was on its way: no verdict, and a probe at once."""
+    d = detector()
+    assert ticks(d, [OK, TIMEOUT, TIMEOUT]) == [NOTHING, NOTHING, VOTE]
+    d.heard(N)
+    assert d.counted(N, Votes(stale=False, votes=2, needed=2, watchers=2), 10.0) is NOTHING
+    assert d.watch(N).urgent
+    assert d.observe(N, OK, 10.1) is Act.WITHDRAW
+
+
+def test_who_has_missed_nothing_is_not_probed_for_being_heard() -> None:
+    """An answer that changes nothing costs nothing; an address that is not watched stays unwatched."""
+    d = detector()
+    d.observe(N, OK, 0.0)
+    d.heard(N)
+    d.heard("127.0.0.1:2")
+    assert not d.watch(N).urgent
+    assert set(d.watches) == {N}
+
+
 def test_a_late_refusal_counts_and_is_looked_at_again() -> None:
     """A worker that is always late, for example with a thousand dead nodes, finds them all the same."""
     d = detector()

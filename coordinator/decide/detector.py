@@ -168,6 +168,13 @@ class Detector:
         """Whether this worker looks every interval: to be sure, or because it alone refuses joins there."""
         return (watch.misses > 0 or watch.given_up) and not watch.failed
 
+    def heard(self, address: str) -> None:
+        """The node answered something else than a probe of this process: what was missed before is void. Probe, too:
+        a vote is taken back when an answer to a probe says so to everybody."""
+        watch = self.watches.get(address)
+        if watch is not None and (watch.misses or watch.given_up):
+            watch.misses, watch.urgent = 0, True
+
     def abandon(self, address: str) -> None:
         """The probe itself was at fault: it says nothing about the node."""
         self.watch(address).probing = False
@@ -235,7 +242,7 @@ class Detector:
     def counted(self, address: str, votes: Votes, now: float) -> Act:
         """The vote was recorded and counted."""
         watch = self.watch(address)
-        if votes.stale or watch.voted_s is None:
+        if votes.stale or watch.voted_s is None or not watch.misses:  # it has answered since
             return Act.NOTHING
         if votes.votes >= votes.needed:
             if self.doubtful() and votes.watchers <= 1:

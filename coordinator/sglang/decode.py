@@ -154,6 +154,9 @@ class Bridge:
             address, known, at_s = self._changed.popleft()
             if known:
                 self.intake.watch(address)
+                if address in self.intake.spelled:
+                    core.detector.heard(canonical(address))
+                    core.probe_wake.set()
             elif address in self.intake.spelled:  # what SGLang knew of the node was in use until now
                 book = core.ledger.book(canonical(address))
                 if book is not None:
