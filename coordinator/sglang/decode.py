@@ -2,8 +2,7 @@
 
 `addr_to_rooms_tracker`, `request_status`, `prefill_info_table` and `connection_pool` are replaced when the manager is
 made (tables.py); SGLang's heartbeat thread is not started, the worker watches the nodes. When a node ends, its rooms
-fail in the status table at once, and SGLang's own `_handle_node_failure` cleans up, on a thread of its own: a socket
-that hangs in one clean-up delays neither a failure nor another clean-up. What it raises is logged and counted.
+fail in the status table at once, and SGLang's own `_handle_node_failure` cleans up after it (cleanup.py).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ..errors import CoordinatorError
 from ..rooms import Cause, Failure
 from ..worker import Worker
 from . import compat
+from .cleanup import Cleaner
 from .intake import NEVER, Intake
 from .naming import rank_names
 from .tables import BOOTSTRAPPING, FAILED, ConnectionPool, InfoTable, Notes, Rooms, StatusTable, Tracker
@@ -29,7 +29,6 @@ from .tables import BOOTSTRAPPING, FAILED, ConnectionPool, InfoTable, Notes, Roo
 log = logging.getLogger("coordinator")
 
 ATTRIBUTE = "_coordinator"
-CLEANERS = 8  # clean-ups at a time; more wait for their turn
 HOLD_S = 5.0  # a node that SGLang has just reached has at least so long to answer a probe of ours
 NODE_CAUSES = (Cause.NODE_FAILED, Cause.NODE_RESTARTED, Cause.UNREACHABLE)
 MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
@@ -92,15 +91,8 @@ class Bridge:
 
     def __init__(self, manager: Any, worker: Worker) -> None:
         self.manager, self.worker = manager, worker
-        self.errors = 0  # raised by SGLang's own clean-up and hooks
-        self.cleaned = 0
         self._core, s = worker._core, worker.settings
         self._changed: deque[tuple[str, bool, float]] = deque()
-        self._cleaning = threading.Lock()
-        self._dirty: deque[tuple[str, float]] = deque()
-        self._cleaners = 0
-        self._beating: set[str] = set()
-
         records: dict[int, str] = manager.failure_records
         self.notes = Notes(worker._wake)
         self.statuses = StatusTable(self.notes, records)
@@ -114,20 +106,20 @@ class Bridge:
             )
         )
         self.pool = ConnectionPool(manager.connection_pool)
-        stock_update, stock_record, get_ident = manager.update_status, manager.record_failure, threading.get_ident
-        setdefault = self.statuses.setdefault
-        # SGLang's clean-up names rooms by number only, a moment after they were listed: it cleans, and fails nothing.
-        # What the coordinator failed has failed already; the same number may be in use for another request by now.
-        cleaning = self._cleaner_ids = set[int]()
+        self.cleaner = Cleaner(
+            manager, self.infos, self.pool, self.tracker, lambda: self._core.count("callback_errors")
+        )
+        stock_update, stock_record = manager.update_status, manager.record_failure
+        setdefault, cleaning = self.statuses.setdefault, self.cleaner.works_here
 
         def update_status(bootstrap_room: int, status: int) -> None:
             if status == BOOTSTRAPPING:  # SGLang's own does nothing more for a decode manager
                 setdefault(bootstrap_room, BOOTSTRAPPING)
-            elif status != FAILED or get_ident() not in cleaning:
+            elif status != FAILED or not cleaning():
                 stock_update(bootstrap_room, status)
 
         def record_failure(bootstrap_room: int, failure_reason: str) -> None:
-            if get_ident() not in cleaning:
+            if not cleaning():
                 stock_record(bootstrap_room, failure_reason)
 
         self._core.feeds.append(self)
@@ -169,7 +161,7 @@ class Bridge:
             core.suspect(address)
         for address in taken.dead:  # no epoch ends again: without this SGLang would send requests there for ever
             if address in self.infos:
-                self._clean_later(address)
+                self.cleaner.clean(address)
         for address in taken.emptied:
             if address not in self.intake.counts:
                 self.tracker.pop(address, None)
@@ -202,22 +194,16 @@ class Bridge:
             since, until = self.infos.period(spelling)
             fresh = until == NEVER and since >= void_s  # fetched from the next instance already
             if not fresh and (until == NEVER or spelling in self.intake.counts):
-                self._clean_later(spelling)
+                self.cleaner.clean(spelling)
 
     def _answered(self, address: str) -> None:
         for spelling in list(self.intake.names.get(address, ())):
-            if spelling in self.infos and spelling not in self._beating:  # one at a time: it may hang
-                self._beating.add(spelling)
-                threading.Thread(
-                    target=self._good_beat, args=(spelling,), name="coordinator good beat", daemon=True
-                ).start()
+            if spelling in self.infos:
+                self.cleaner.good_beat(spelling, self._drop_view)
 
-    def _good_beat(self, address: str) -> None:
-        try:
-            self._guard("_on_heartbeat_success", address)
-        finally:
-            self._beating.discard(address)
-        if address not in self.intake.counts:  # it may have looked there, which makes a view
+    def _drop_view(self, address: str) -> None:
+        """A backend's hook may have looked into the tracker, which makes a view."""
+        if address not in self.intake.counts:
             self.tracker.pop(address, None)
 
     # -- failures -----------------------------------------------------------------------------------------------
@@ -249,52 +235,6 @@ class Bridge:
             and room.failure.cause in NODE_CAUSES
             and began.get(room.id, NEVER) <= room.opened_s
         ]
-
-    def _clean_later(self, address: str) -> None:
-        with self._cleaning:
-            self._dirty.append((address, self.infos.period(address)[0]))
-            if self._cleaners >= CLEANERS:
-                return
-            self._cleaners += 1
-        try:
-            threading.Thread(target=self._clean, name="coordinator clean-up", daemon=True).start()
-        except RuntimeError:  # no more threads now: done with the next one
-            with self._cleaning:
-                self._cleaners -= 1
-            raise
-
-    def _clean(self) -> None:
-        while True:
-            with self._cleaning:
-                if not self._dirty:
-                    self._cleaners -= 1
-                    return
-                address, since = self._dirty.popleft()
-            if self._fetched_again(address, since):
-                continue
-            self._cleaner_ids.add(threading.get_ident())
-            self._guard("_handle_node_failure", address)
-            self._cleaner_ids.discard(threading.get_ident())
-            self.cleaned += 1
-            with self.manager.connection_lock:
-                if address in self.infos and not self._fetched_again(address, since):
-                    # It raised before it got there: requests must not use what is void.
-                    self.infos.pop(address, None)
-                    self.tracker.pop(address, None)
-                    for key in [key for key in self.pool if key.startswith(address)]:
-                        del self.pool[key]
-
-    def _fetched_again(self, address: str, since: float) -> bool:
-        """Whether SGLang knows the node's next instance by now, and no longer the one known since then."""
-        return address in self.infos and self.infos.period(address)[0] != since
-
-    def _guard(self, method: str, address: str) -> None:
-        try:
-            getattr(self.manager, method)(address)
-        except BaseException:  # not ours; failure detection must not depend on it
-            self.errors += 1
-            self._core.count("callback_errors")
-            log.exception("sglang_failed method=%s address=%s", method, address)
 
     # -- SGLang's threads ---------------------------------------------------------------------------------------
 
@@ -334,7 +274,11 @@ class Bridge:
         """The worker's health, and what concerns SGLang."""
         return {
             **self.worker.health(),
-            "sglang": {"untracked": self.intake.untracked, "cleaned": self.cleaned, "errors": self.errors},
+            "sglang": {
+                "untracked": self.intake.untracked,
+                "cleaned": self.cleaner.cleaned,
+                "errors": self.cleaner.errors,
+            },
         }
 
 

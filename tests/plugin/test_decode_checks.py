@@ -12,18 +12,13 @@ from typing import Any
 import pytest
 from bed import Bed, Decode, FakePrefill
 from context import BACKENDS
-from decoding import PATIENCE_S, await_clean, await_shared, await_states, fake, own_server, pace, python, reached
+from decoding import PATIENCE_S, await_clean, await_shared, await_states, fake, pace, python, reached
 from servers import Server
 from standins import version
 from util import wait_until
 
 numbers = itertools.count(1000, 100)
 OLD = version() == "0.5.19"
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Server]:
-    yield from own_server()
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bed import Bed, Decode
-from decoding import own_server, pace, python
+from decoding import pace, python
 from servers import Server
 
 BACKEND = "mooncake"
@@ -32,17 +31,6 @@ load_plugins()
 manager = context.make_manager("mooncake", "decode")
 print(type(manager.request_status).__name__, sorted(t.name for t in threading.enumerate() if "eartbeat" in t.name))
 """
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Server]:
-    yield from own_server()
-
-
-@pytest.fixture
-def bed() -> Iterator[Bed]:
-    with Bed() as bed:
-        yield bed
 
 
 def is_stock(rank: Decode) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 from bed import Bed
@@ -25,17 +24,6 @@ from util import wait_until
 
 BACKEND = "mooncake"
 BAD = ("RuntimeError('planted')", "SystemExit(3)", "KeyboardInterrupt()")
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Server]:
-    yield from own_server()
-
-
-@pytest.fixture
-def bed() -> Iterator[Bed]:
-    with Bed() as bed:
-        yield bed
 
 
 @pytest.mark.parametrize("error", BAD)
@@ -163,15 +151,15 @@ def test_a_clean_up_that_waited_too_long_drops_nothing_new(bed: Bed, store: Serv
     reached(rank, node)
     python(
         rank,
-        "bridge = manager._coordinator\n"
-        "info, before = manager.prefill_info_table[address], bridge.cleaned\n"
-        "bridge._cleaners += 100\n"  # no cleaner is free
-        "bridge._clean_later(address)\n"
+        "cleaner = manager._coordinator.cleaner\n"
+        "info = manager.prefill_info_table[address]\n"
+        "cleaner._threads += 100\n"  # none is free
+        "cleaner.clean(address)\n"
         "with manager.connection_lock:\n"
         "    manager.prefill_info_table.pop(address)\n"
         "manager.prefill_info_table[address] = info\n"
-        "bridge._cleaners -= 99\n"
-        "bridge._clean()",
+        "cleaner._threads -= 99\n"
+        "cleaner._run()",
         address=node.address,
     )
     assert rank.ask(do="sizes")["info"] == [node.address]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from bed import Bed
 from context import BACKENDS
@@ -13,7 +11,6 @@ from decoding import (
     await_shared,
     await_states,
     fake,
-    own_server,
     pace,
     python,
     reached,
@@ -23,17 +20,6 @@ from servers import Server, free_port
 from util import wait_until
 
 BACKEND = "mooncake"
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Server]:
-    yield from own_server()
-
-
-@pytest.fixture
-def bed() -> Iterator[Bed]:
-    with Bed() as bed:
-        yield bed
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
