@@ -202,3 +202,21 @@ def test_first_contact_with_a_node_that_failed_long_ago(ledger: Ledger) -> None:
     done = enter(ledger, A, [(1, 89.0), (2, 91.0)])
     assert [room.id for room, _ in done.failed] == [1]
     assert open_at(ledger) == {2: 91.0}
+
+
+def test_what_is_said_again_about_an_end_does_not_make_it_later(ledger: Ledger) -> None:
+    """Answers that took 50 ms tell the age of the same end again: a room of the next instance is not drawn into it."""
+    ended(ledger, 100.0)
+    ended(ledger, 100.07, age_ms=20)
+    learn(ledger, 100.1, NodeView(2, "alive", 20, Cause.NODE_FAILED.value, "gone", "judge"))
+    done = enter(ledger, A, [(1, 99.9), (2, 100.02)])
+    assert [room.id for room, _ in done.failed] == [1]
+    assert open_at(ledger) == {2: 100.02}
+
+
+def test_another_end_is_another_past(ledger: Ledger) -> None:
+    """The next epoch ends, too: what was opened before that is past."""
+    ended(ledger, 100.0)
+    ended(ledger, 105.0, epoch=3)
+    learn(ledger, 105.1, NodeView(3, "alive", 100, Cause.NODE_FAILED.value, "gone", "judge"))
+    assert [room.id for room, _ in enter(ledger, A, [(1, 104.9), (2, 105.02)]).failed] == [1]

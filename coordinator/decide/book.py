@@ -323,7 +323,13 @@ class Book:
         return failed
 
     def _passed(self, until_s: float, failure: Failure) -> None:
-        """Remember until when what was opened here is past."""
+        """Remember until when what was opened here is past, as the first news of an end have it.
+
+        Later answers tell the age of the same end again, and seem later by as much as they took: rooms of the next
+        instance may have been opened in between.
+        """
+        if self.past is not None and (self.past[1].epoch, self.past[1].cause) == (failure.epoch, failure.cause):
+            return
         if self.past is None or until_s > self.past[0]:
             self.past = (until_s, failure)
 
