@@ -29,7 +29,6 @@ from .tables import BOOTSTRAPPING, FAILED, ConnectionPool, InfoTable, Notes, Roo
 log = logging.getLogger("coordinator")
 
 ATTRIBUTE = "_coordinator"
-HOLD_S = 5.0  # a node that SGLang has just reached has at least so long to answer a probe of ours
 NODE_CAUSES = (Cause.NODE_FAILED, Cause.NODE_RESTARTED, Cause.UNREACHABLE)
 MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 
@@ -97,9 +96,7 @@ class Bridge:
         self.notes = Notes(worker._wake)
         self.statuses = StatusTable(self.notes, records)
         self.infos = InfoTable(self._info_changed)
-        self.intake = Intake(
-            worker._ledger, self.notes, self.infos, max(HOLD_S, 2 * (s.probe_timeout_s + s.probe_interval_s))
-        )
+        self.intake = Intake(worker._ledger, self.notes, self.infos, 2 * (s.probe_timeout_s + s.probe_interval_s))
         self.tracker = Tracker(
             lambda address: Rooms(
                 address, self.notes, self.statuses, records, self._forget_room, self._lost, self._count
