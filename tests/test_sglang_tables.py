@@ -44,6 +44,17 @@ def test_a_room_moves_up_only(old: int, new: int) -> None:
     assert list(notes.queue) == ([("", 7, new, "")] if final else [])
 
 
+@pytest.mark.parametrize("status", range(5))
+def test_a_move_of_a_cleared_room_brings_nothing_back(status: int) -> None:
+    """Whoever read a status before the room was cleared, and writes after, changes nothing."""
+    statuses, notes, _ = table()
+    statuses[7] = BOOTSTRAPPING
+    statuses.pop(7)
+    notes.queue.clear()
+    statuses.move(7, status)
+    assert (dict(statuses), list(notes.queue)) == ({}, [])
+
+
 def test_the_reason_goes_with_the_failure() -> None:
     """What SGLang recorded before it failed the room is in the note."""
     statuses, notes, records = table()

@@ -107,12 +107,17 @@ class Bridge:
             manager, self.infos, self.pool, self.tracker, lambda: self._core.count("callback_errors")
         )
         stock_update, stock_record = manager.update_status, manager.record_failure
-        setdefault, cleaning = self.statuses.setdefault, self.cleaner.works_here
+        statuses, cleaning = self.statuses, self.cleaner.works_here
+        setdefault = statuses.setdefault
 
         def update_status(bootstrap_room: int, status: int) -> None:
             if status == BOOTSTRAPPING:  # SGLang's own does nothing more for a decode manager
                 setdefault(bootstrap_room, BOOTSTRAPPING)
-            elif status != FAILED or not cleaning():
+            elif status == FAILED and cleaning():
+                return
+            elif bootstrap_room in statuses:  # SGLang's own reads, then writes: a clear between would be undone
+                statuses.move(bootstrap_room, status)
+            else:
                 stock_update(bootstrap_room, status)
 
         def record_failure(bootstrap_room: int, failure_reason: str) -> None:

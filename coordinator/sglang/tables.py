@@ -52,7 +52,7 @@ class StatusTable(dict[int, int]):
 
     def __init__(self, notes: Notes, records: dict[int, str]) -> None:
         super().__init__()
-        self.lock = threading.RLock()  # SGLang's update_status runs under it and writes here
+        self.lock = threading.Lock()
         self.opened: dict[int, float] = {}  # when the present life of a number began
         self._notes, self._records = notes, records
         lock, note, forget_life, take = self.lock, notes.queue.append, self.opened.pop, super().pop
@@ -73,11 +73,15 @@ class StatusTable(dict[int, int]):
             self.setdefault(room, status)
             return
         with self.lock:
-            old = self.get(room)
-            if old is None:
-                if status == WAITING_FOR_INPUT:
-                    super().__setitem__(room, status)
-            elif 0 < old < SUCCESS and (status == FAILED or status > old):
+            if status == WAITING_FOR_INPUT and room not in self:
+                super().__setitem__(room, status)
+        self.move(room, status)
+
+    def move(self, room: int, status: int) -> None:
+        """Move a room that is here up to `status`; nothing if it is not, or would not move."""
+        with self.lock:
+            old = self.get(room, FAILED)
+            if 0 < old < SUCCESS and (status == FAILED or status > old):
                 super().__setitem__(room, status)
                 if status in (FAILED, SUCCESS):
                     self._notes.add(("", room, int(status), self._records.get(room, "")))
